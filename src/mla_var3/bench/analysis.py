@@ -301,15 +301,13 @@ def doubts(rows: Sequence[BenchRow]) -> list[str]:
     for group in shape_groups(rows):
         if group.kind == PREDICTED:
             continue
-        spec = find_device(group.device)
         for row in group.timed:
-            if spec is not None and row.time_us:
-                least = limit_us(row, spec)
-                if least is not None and row.time_us < least:
-                    found.append(
-                        f"{row.label}, {group.title}: {row.time_us:.1f} µs is below the "
-                        f"{least:.1f} µs that the vendor's peak rates allow"
-                    )
+            least = limit_us(row)
+            if least is not None and row.time_us and row.time_us < least:
+                found.append(
+                    f"{row.label}, {group.title}: {row.time_us:.1f} µs is below the "
+                    f"{least:.1f} µs that the vendor's peak rates allow"
+                )
         for ours in filter(None, (group.best_ours, group.best_eight_bit)):
             ratio = group.speedup(ours)
             if ratio is not None and ratio > LARGE_WIN:
@@ -320,9 +318,10 @@ def doubts(rows: Sequence[BenchRow]) -> list[str]:
     return found
 
 
-def limit_us(row: BenchRow, spec: DeviceSpec) -> float | None:
-    """The least time of a row: its roofline at the vendor's peak rates; None without a cost."""
-    if not row.flops or not row.bytes:
+def limit_us(row: BenchRow) -> float | None:
+    """The least time of a row: its roofline at the vendor's peak rates; None where unknown."""
+    spec = find_device(row.device)
+    if spec is None or not row.flops or not row.bytes:
         return None
     speed = FP8_SPEED if row.eight_bit else 1.0
     rates = (speed * spec.peak_tflops(row.problem.dtype), spec.peak_gbps)

@@ -79,7 +79,6 @@ class Ready:
     Attributes:
         run: enqueues the work once.
         check: compares with the float32 reference; returns the relative error, or raises.
-        cost: FLOPs and bytes.
         path: "latent", "decompressed", "mix" or "call".
         choices: what it chose, such as n.
         note: what to know about it.
@@ -98,7 +97,6 @@ class Contender:
     """One row of the comparison before it is measured.
 
     Attributes:
-        kernel: kernel id or name.
         source: "ours", "peer" or "projection".
         build: allocates and lays out; raises UnsupportedError where it cannot take part.
         language: language key of our kernels.
@@ -193,14 +191,9 @@ def peer_contender(
     references: dict[str, Tensor] | None = None,
     device: str = "cuda",
 ) -> Contender:
-    """A peer's kernel.
+    """A peer's kernel by its short name, see `mla_var3.bench.peers.KERNELS`.
 
-    Args:
-        name: its short name, see `mla_var3.bench.peers.KERNELS`.
-        problem: the problem.
-        libraries: what is installed.
-        references: float32 outputs by path, shared by the peers of a case.
-        device: where it runs.
+    `references` holds float32 outputs by path, shared by the peers of a case.
     """
     from mla_var3.bench.peers import PeerInputs, peer_kernel, reference
 
@@ -410,22 +403,22 @@ def contenders(
     libraries: PeerLibraries | None,
     target: str,
     *,
-    device: str = "cuda",
     tune: TuneBudget | None = None,
     progress: Progress = no_progress,
 ) -> list[Contender]:
     """All contenders of a case, the projections last; peers only where there are libraries."""
     problem = case.problem
     references: dict[str, Tensor] = {}
-    found = [call_contender(problem, device)] if case.call else []
-    found += [kernel_contender(k, problem, target, device, tune, progress) for k in case.kernels]
-    found += [fp8_contender(*choice, problem, device) for choice in case.cache_dtypes]
+    found = [call_contender(problem)] if case.call else []
+    options: dict[str, Any] = {"tune": tune, "progress": progress}
+    found += [kernel_contender(kernel, problem, target, **options) for kernel in case.kernels]
+    found += [fp8_contender(*choice, problem) for choice in case.cache_dtypes]
     if case.shared is not None:
-        found.append(prefix_contender(problem, case.shared, device))
+        found.append(prefix_contender(problem, case.shared))
     if libraries is not None:
-        found += [peer_contender(p, problem, libraries, references, device) for p in case.peers]
+        found += [peer_contender(name, problem, libraries, references) for name in case.peers]
     projections = (QUERY_PROJECTION, OUTPUT_PROJECTION)
-    return found + [projection_contender(name, problem, device) for name in projections]
+    return found + [projection_contender(name, problem) for name in projections]
 
 
 def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:

@@ -93,11 +93,7 @@ def _released() -> float:
 
 def gpu_timer(max_seconds: float = MAX_SECONDS) -> Timer:
     """Times CUDA-graph replays with a cold L2 cache."""
-
-    def timer(run: Callable[[], None]) -> Timing:
-        return time_gpu(run, graph=True, max_seconds=max_seconds)
-
-    return timer
+    return partial(time_gpu, graph=True, max_seconds=max_seconds)
 
 
 def rotated(items: Sequence[Item], round_index: int, rounds: int) -> list[Item]:
@@ -137,18 +133,10 @@ def measure_case(
 ) -> list[BenchRow]:
     """Check and time all contenders of one shape.
 
-    Args:
-        problem: the shape.
-        contenders: who takes part.
-        timer: times one run.
-        around: device, date, command and versions for the rows.
-        rounds: how often each contender is timed.
-        progress: reporter for long work.
-        release: frees memory after each contender.
-        healthy: whether the device still works after a failure.
-        watchdog: ends the run when a contender does not return.
-        checkpoint: called before each contender runs for the first time, with the rows to read
-            should it end the whole process.
+    `around` is the device, date, command and versions of the rows. After each contender `release`
+    frees memory; after a failure `healthy` tells whether the device still works. `checkpoint` is
+    called before each contender runs for the first time, with the rows to read should it end the
+    whole process.
 
     Returns:
         One row per contender, in the given order; one that cannot take part or fails is a row

@@ -9,14 +9,8 @@ import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mla_var3.bench.analysis import (
-    BASIS_TEXT,
-    ShapeGroup,
-    doubts,
-    find_device,
-    limit_us,
-    shape_groups,
-)
+from mla_var3.bench import analysis
+from mla_var3.bench.analysis import ShapeGroup
 from mla_var3.bench.plots import Plot
 from mla_var3.bench.record import CALL, OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.regression import Regression
@@ -103,10 +97,9 @@ def headers(group: ShapeGroup) -> tuple[str, ...]:
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
     """One line of the table of a shape, under `headers`."""
-    speedup, spec = group.speedup(row), find_device(row.device)
+    speedup, limit = group.speedup(row), analysis.limit_us(row)
     versus = "-" if speedup is None else f"{speedup:.2f}x"
     last = ("-", versus) if row.eight_bit else (versus, "-")
-    limit = None if spec is None else limit_us(row, spec)
     # A call has no kernel time of its own; its label names the kernel that it chose.
     is_call = row.path == CALL
     return (
@@ -235,7 +228,7 @@ def _blocks(
     yield Block(headers=("", ""), rows=facts)
     if regression is not None:
         yield from _regression_blocks(regression)
-    groups = [group for group in shape_groups(record.rows) if group.timed]
+    groups = [group for group in analysis.shape_groups(record.rows) if group.timed]
     if groups:
         yield Block(heading="Overview")
         heads = [(group.title, headline(group)) for group in groups]
@@ -247,7 +240,7 @@ def _blocks(
         yield Block(plot=plot)
     for index, group in enumerate(groups, 1):
         yield from _group_blocks(group, f"shape-{index}")
-    if doubtful := doubts(record.rows):
+    if doubtful := analysis.doubts(record.rows):
         yield Block(heading="To be explained")
         yield Block(items=[(text, "") for text in doubtful])
     if missing := troubles(record):
@@ -271,7 +264,7 @@ def _regression_blocks(regression: Regression) -> Iterator[Block]:
 
 def _group_blocks(group: ShapeGroup, anchor: str) -> Iterator[Block]:
     yield Block(heading=f"{group.title}, {group.device}", anchor=anchor)
-    yield Block(text=f"Compared by {BASIS_TEXT[group.basis]}.", style="dim")
+    yield Block(text=f"Compared by {analysis.BASIS_TEXT[group.basis]}.", style="dim")
     if sentence := headline(group):
         yield Block(text=f"{sentence}.")
     rows = group_rows(group)

@@ -60,10 +60,8 @@ DISTRIBUTIONS = {
     "flash_mla": "flash-mla",
     "flash_attn_interface": "flash-attn-3",
     "flashinfer": "flashinfer-python",
-    "triton": "triton",
-    "vllm": "vllm",
-    "torch": "torch",
 }
+"""Package -> its distribution, where that has another name."""
 LIBRARIES = ("flashmla", "flashmla_fp8", "fa3", "flashinfer", "triton", "torch")
 
 

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_var3.bench.analysis import (
-    Chart,
-    find_device,
-    shape_groups,
-    speedup_grid,
-    times_over_n,
-    times_over_s,
-    window_series,
-)
+from mla_var3.bench import analysis
 from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.suites import COMMON
 from mla_var3.conf.devices import DeviceSpec
@@ -70,7 +62,6 @@ class Plot:
 
     Attributes:
         name: file name without suffix.
-        title: heading.
         caption: how to read it.
         files: what was written; empty if it was not drawn.
         missing: why it was not drawn; empty otherwise.
@@ -153,7 +144,7 @@ def series_colour(name: str, names: Sequence[str]) -> str:
 
 
 def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
-    data = times_over_s(rows)
+    data = analysis.times_over_s(rows)
     if data is None:
         raise _NotDrawnError("it needs two values of s at the same b, t, h")
     lines = _main_lines(data)
@@ -171,7 +162,7 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
     _finish(figure, axis, f"{data.title} on {data.device}")
 
 
-def _main_lines(data: Chart) -> Mapping[str, Sequence[tuple[int, float]]]:
+def _main_lines(data: analysis.Chart) -> Mapping[str, Sequence[tuple[int, float]]]:
     """The lines to draw; of too many, those that come nearest to the fastest."""
     best: dict[int, float] = {}
     for points in data.series.values():
@@ -190,7 +181,7 @@ def _roofline(figure: Any, rows: Sequence[BenchRow]) -> None:
     if not points:
         raise _NotDrawnError("no figures")
     device = next((row.device for row in points if row.device), "")
-    spec = find_device(device)
+    spec = analysis.find_device(device)
     if spec is None:
         raise _NotDrawnError(f"{device or 'the device'} is not in the device table")
     points = [row for row in points if row.device == device]
@@ -231,10 +222,10 @@ def _roofs(spec: DeviceSpec, dtype: str) -> list[tuple[str, float, float, str]]:
 
 
 def _over_n(figure: Any, rows: Sequence[BenchRow]) -> None:
-    data = times_over_n(rows)
+    data = analysis.times_over_n(rows)
     if data is None:
         raise _NotDrawnError("it needs a kernel at two values of n")
-    spec = find_device(data.device)
+    spec = analysis.find_device(data.device)
     axis = figure.subplots()
     for index, (name, points) in enumerate(data.series.items()):
         colour = _PALETTE[index % len(_PALETTE)]
@@ -242,7 +233,7 @@ def _over_n(figure: Any, rows: Sequence[BenchRow]) -> None:
         n, time_us = min(points, key=lambda point: point[1])
         axis.plot([n], [time_us], "o", markersize=11, fillstyle="none", color=colour)
         if spec is not None:
-            own = next(r for r in rows if "n" in r.choices and window_series(r) == name)
+            own = next(r for r in rows if "n" in r.choices and analysis.window_series(r) == name)
             model = _model_line(own, spec)
             axis.plot(*zip(*model, strict=True), linewidth=0.8, linestyle=":", color=colour)
     label = f"{word(data.kind)}kernel time, µs"
@@ -260,7 +251,7 @@ def _model_line(row: BenchRow, spec: DeviceSpec) -> list[tuple[int, float]]:
 
 
 def _heat_map(figure: Any, rows: Sequence[BenchRow]) -> None:
-    data, rival = speedup_grid(rows), _rival(rows)
+    data, rival = analysis.speedup_grid(rows), _rival(rows)
     if data is None:
         raise _NotDrawnError(f"it needs a shape with one of our kernels and {rival}")
     from matplotlib.colors import TwoSlopeNorm
@@ -288,7 +279,7 @@ def _heat_map(figure: Any, rows: Sequence[BenchRow]) -> None:
 
 
 def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
-    groups = [group for group in shape_groups(rows) if group.timed]
+    groups = [group for group in analysis.shape_groups(rows) if group.timed]
     if not groups:
         raise _NotDrawnError("no figures")
     group = max(groups, key=lambda group: (len(group.timed), group.problem == COMMON))

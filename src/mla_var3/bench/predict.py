@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench.contenders import (
-    FP8_KERNEL,
-    PREFIX_KERNEL,
-    choices_of,
-    make_plan,
-    path_of,
-    shared_problem,
-)
+from mla_var3.bench import contenders
 from mla_var3.bench.record import (
     ABSENT,
     FAILED,
@@ -96,12 +89,12 @@ def _kernel_row(choice: KernelChoice, spec: DeviceSpec, common: Mapping[str, Any
     kernel = choice.kernel
     row = BenchRow(kernel=kernel.full_name, language=kernel.language, source=OURS, **common)
     try:
-        plan = make_plan(choice, row.problem, spec.target).on_device(spec)
+        plan = contenders.make_plan(choice, row.problem, spec.target).on_device(spec)
         stage = plan.plan_empty(*spec.burst_rates(row.problem.dtype))
         expected = plan_estimate(plan, spec)
         if expected is None:
             raise UnsupportedError(f"{plan.name}: expected a kernel of the time model, got none")
-        chosen = {"path": path_of(plan, stage), "choices": choices_of(plan)}
+        chosen = {"path": contenders.path_of(plan, stage), "choices": contenders.choices_of(plan)}
         return _estimated(row, expected, stage.cost(), **chosen)
     except Exception as error:
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
@@ -112,17 +105,19 @@ def _kernel_row(choice: KernelChoice, spec: DeviceSpec, common: Mapping[str, Any
 
 def _prefix_row(shared: SharedTokens, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
     """Latent attention that reads shared first tokens once."""
-    row = BenchRow(kernel=PREFIX_KERNEL, language="cute-dsl", source=OURS, path=LATENT, **common)
+    row = BenchRow(
+        kernel=contenders.PREFIX_KERNEL, language="cute-dsl", source=OURS, path=LATENT, **common
+    )
     work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
-    expected = estimate(PREFIX_KERNEL, work, spec, row.language)
+    expected = estimate(contenders.PREFIX_KERNEL, work, spec, row.language)
     assert expected is not None
-    cost = latent_shared_cost(shared_problem(row.problem, shared))
+    cost = latent_shared_cost(contenders.shared_problem(row.problem, shared))
     return _estimated(row, expected, cost, choices={"prefix": shared.mean})
 
 
 def _fp8_row(fmt: str, language: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
     """The latent kernel on an 8-bit cache."""
-    kernel = FP8_KERNEL
+    kernel = contenders.FP8_KERNEL
     row = BenchRow(kernel=kernel, language=language, source=OURS, path=LATENT, **common)
     targets = declared_targets(find_kernel(kernel, language=language))
     if not set(targets) & set(spec.targets):

@@ -199,7 +199,6 @@ class BenchRecord:
     Attributes:
         suite: what was run, such as "figures"; "records" for rows read together.
         environment: what `mla_var3.runtime.environment.environment` returned at the start.
-        rows: the rows.
         absent: peer or kernel that could not take part -> reason.
         settings: rounds, seconds per timing, whether tilings were tuned.
         notes: what a reader must know.
@@ -216,6 +215,11 @@ class BenchRecord:
     def predicted(self) -> bool:
         """Whether there are predictions among the rows."""
         return any(row.kind == PREDICTED for row in self.rows)
+
+    @property
+    def failed(self) -> list[BenchRow]:
+        """Our rows that failed, or were never measured."""
+        return [row for row in self.rows if row.source == OURS and row.status in (FAILED, LOST)]
 
     @property
     def devices(self) -> list[str]:
@@ -365,12 +369,7 @@ CSV_COLUMNS = (
 
 
 def csv_text(record: BenchRecord, speedups: Mapping[int, float]) -> str:
-    """The rows as CSV.
-
-    Args:
-        record: the rows.
-        speedups: index of a row -> its speed-up over the best peer at the shape.
-    """
+    """The rows as CSV; `speedups` maps the index of a row to that over the best peer."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()

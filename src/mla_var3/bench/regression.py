@@ -103,13 +103,7 @@ def judge(before: BenchRow, after: BenchRow) -> Verdict:
 def compare_records(
     after: BenchRecord, before: BenchRecord, *, across_versions: bool = False
 ) -> Regression:
-    """Compare what can be compared.
-
-    Args:
-        after: the new record.
-        before: the earlier one.
-        across_versions: compare also where compilers or peers have other versions.
-    """
+    """Compare what can be compared; with `across_versions` also other compilers and peers."""
     result = Regression()
     earlier = {row_key(row): row for row in before.rows}
     # A record read from several files has rows of several devices.

@@ -18,11 +18,7 @@ from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE, predict_case
 from mla_var3.bench.record import (
-    FAILED,
-    LOST,
-    OURS,
     BenchRecord,
-    BenchRow,
     circumstances,
     csv_text,
     load_record,
@@ -53,7 +49,6 @@ class BenchOptions(SessionOptions):
         suite: one of `mla_var3.bench.suites.SUITES`.
         sizes: b, s, t and h, each one or several values.
         widths: d, p, k and v of a model; empty for the usual ones.
-        dtype, causal: the rest of the problem.
         cache_dtype: formats of 8-bit caches that the latent kernel is measured on as well.
         n_values: windows of the suite var6_plus.
         version: version of mla_var6_plus for that suite.
@@ -66,7 +61,6 @@ class BenchOptions(SessionOptions):
         records: records to read instead of running anything.
         against: earlier record to compare with.
         across_versions: compare also where compilers or peers have other versions.
-        out_dir: folder of the report.
         contribute: also write the measured rows without anything private, to be sent.
     """
 
@@ -148,9 +142,7 @@ class BenchResult:
     """What came out.
 
     Attributes:
-        folder: folder of the files.
-        record: the rows.
-        plots: the plots, drawn or not.
+        plots: drawn or not.
         files: by kind: json, csv, markdown, html.
         regression: the comparison with an earlier record.
         missing: what was asked for by name and does not exist -> reason.
@@ -162,12 +154,6 @@ class BenchResult:
     files: dict[str, Path]
     regression: Regression | None
     missing: dict[str, str]
-
-    @property
-    def failed(self) -> list[BenchRow]:
-        """Our rows that failed, or were never measured."""
-        bad = (FAILED, LOST)
-        return [row for row in self.record.rows if row.source == OURS and row.status in bad]
 
 
 def run_bench(options: BenchOptions) -> BenchResult:

@@ -19,15 +19,6 @@ from typing import Any
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench.contenders import Contender, TuneBudget
-from mla_var3.bench.measure import (
-    MAX_SECONDS,
-    PATIENCE,
-    ROUNDS,
-    TUNING_FACTOR,
-    Watchdog,
-    measure_case,
-    with_projections,
-)
 from mla_var3.bench.record import (
     FAILED,
     LOST,
@@ -57,20 +48,18 @@ class SessionOptions:
         rounds: how often each contender is timed.
         max_seconds: time for one timing.
         patience: seconds that one contender may take in one round.
-        tune: search tilings before timing.
         tune_seconds: time for all these searches together; None for no limit.
         peer_libs: folder with the peers' operator libraries.
         resume: record of an interrupted run to continue.
-        progress: reporter for long work.
         on_rows: called with the rows of each finished shape.
         on_lost: called with the record when a contender destroyed the CUDA context or does not
             return; it should continue in a new process. Without it the run ends there, and no
             watchdog runs.
     """
 
-    rounds: int = ROUNDS
-    max_seconds: float = MAX_SECONDS
-    patience: float = PATIENCE
+    rounds: int = bench_measure.ROUNDS
+    max_seconds: float = bench_measure.MAX_SECONDS
+    patience: float = bench_measure.PATIENCE
     tune: bool = False
     tune_seconds: float | None = None
     peer_libs: Path | None = None
@@ -134,7 +123,7 @@ def measure(
         options.progress(what, before + done, total, detail)
 
     def keep(place: int, rows: Sequence[BenchRow]) -> None:
-        results[place] = unique_rows(with_projections([*agenda[place][1], *rows]))
+        results[place] = unique_rows(bench_measure.with_projections([*agenda[place][1], *rows]))
         record.rows = [row for group in results for row in group]
         save_record(record, save)
 
@@ -143,7 +132,7 @@ def measure(
         if not waiting:
             continue
         try:
-            rows = measure_case(
+            rows = bench_measure.measure_case(
                 problem,
                 waiting,
                 timer,
@@ -172,7 +161,7 @@ def measure(
 
 def _watchdog(
     options: SessionOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
-) -> Watchdog | None:
+) -> bench_measure.Watchdog | None:
     on_lost = options.on_lost
     if on_lost is None:
         return None
@@ -181,7 +170,9 @@ def _watchdog(
         keep(rows)
         on_lost(save)
 
-    return Watchdog(options.patience * (TUNING_FACTOR if options.tune else 1), give_up)
+    return bench_measure.Watchdog(
+        options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1), give_up
+    )
 
 
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:

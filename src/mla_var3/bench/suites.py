@@ -108,12 +108,7 @@ LAYER = "mla"
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """First tokens that groups of neighbouring requests share.
-
-    Attributes:
-        members: requests per group.
-        tokens: tokens that each group shares.
-    """
+    """First tokens that groups of `members` neighbouring requests share, `tokens` per group."""
 
     members: int
     tokens: tuple[int, ...]
@@ -137,8 +132,6 @@ class Case:
     """One shape and its contenders.
 
     Attributes:
-        problem: the shape.
-        kernels: our kernels.
         peers: names out of `PEERS`.
         call: whether the public call takes part, with the kernel it chooses.
         shared: first tokens that requests share; peers hold a copy of them per request.
@@ -156,14 +149,7 @@ class Case:
 def with_8_bit_caches(
     cases: Iterable[Case], formats: Sequence[str], languages: Sequence[str], peers: Sequence[str]
 ) -> list[Case]:
-    """The cases with the latent kernel on 8-bit caches, and the peers that read such a cache.
-
-    Args:
-        cases: 16-bit cases.
-        formats: of the caches.
-        languages: languages that take part.
-        peers: peers that take part.
-    """
+    """The 16-bit cases with the latent kernel on 8-bit caches, too, and peers that read those."""
     ours = tuple(
         (name, language)
         for name in formats
@@ -200,9 +186,7 @@ def newest(kernels: Iterable[KernelId]) -> list[KernelId]:
 def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[KernelId]:
     """The kernels that a user named.
 
-    Args:
-        words: "all", "latest", designs (all their versions) or full names; `_v0` is the base.
-        kernels: all kernels.
+    A word is "all", "latest", a design (all its versions) or a full name; `_v0` is the base.
 
     Raises:
         UnknownNameError: no kernel has that name.
@@ -290,11 +274,6 @@ def engine_cases(
     ]
 
 
-def filling_batch(h: int) -> int:
-    """Requests that keep all SMs of a Hopper card busy with h heads."""
-    return min(128, max(32, 2048 // h))
-
-
 def model_cases(
     kernels: Sequence[KernelId], peers: Sequence[str], s_values: Sequence[int] = MODEL_S
 ) -> list[Case]:
@@ -306,7 +285,8 @@ def model_cases(
     for model in models().values():
         for tp in MODEL_TP:
             sizes: dict[str, Any] = dict(model.sizes(math.gcd(tp, model.heads)))
-            b = filling_batch(sizes["h"])
+            # Requests that keep all SMs of a Hopper card busy.
+            b = min(128, max(32, 2048 // sizes["h"]))
             served = (sizes["k"], sizes["p"]) == PEER_WIDTHS
             for s in s_values:
                 problem = MlaProblem(b=b, s=s, t=MODEL_T, **sizes)
@@ -392,15 +372,8 @@ def window_cases(
 ) -> list[Case]:
     """mla_var6_plus over s and n, beside the newest pure paths.
 
-    Args:
-        base: everything but s.
-        s_values: query lengths.
-        n_values: windows; `steps` equal steps from 0 to t by default. The window that the model
-            chooses is always added.
-        versions: the version in every language that has it.
-        kernels: the pure paths come from these.
-        peers: names out of `PEERS`.
-        steps: number of default windows.
+    `versions` is the version in every language that has it; the pure paths come from `kernels`.
+    The windows are `n_values`, by default `steps` equal steps, and the one that the model chooses.
     """
     if n_values is None:
         n_values = sorted({base.t * i // steps for i in range(steps + 1)})

@@ -21,104 +21,6 @@ from mla_var3.conf.models import Model, model, read_config
 from mla_var3.op.mla.problem import MOST_REQUESTS, MlaProblem, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
 
-# --- the parser -----------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are exceptions, and which never guesses abbreviations.
-
-    Attributes:
-        aliases: other spelling of an option -> the option.
-        ambiguous: name that several options share -> those options.
-        renamed: earlier name of an option -> the option; it still works, with a notice.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
-        super().__init__(allow_abbrev=False, **{"formatter_class": formatter, **settings})
-        self.aliases: dict[str, str] = {}
-        self.ambiguous: dict[str, list[str]] = {}
-        self.renamed: dict[str, str] = {}
-
-    def add_for_device(self, text: str, dest: str, *old: str) -> None:
-        """Add `--for_device`, the device of the table that a command plans or predicts for.
-
-        Args:
-            text: its help.
-            dest: name of its value.
-            old: earlier names of the option, which still work.
-        """
-        self.add_argument("--for_device", dest=dest, metavar="NAME", help=text)
-        self.renamed |= dict.fromkeys(old, "for_device")
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse; its own version prints the usage and exits."""
-        raise UsageError(message.removeprefix("argument "))
-
-
-def add_option(parser: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
-    """Add an option with a value to a parser or group; the help names the default it is given."""
-    default = settings.get("default", argparse.SUPPRESS)
-    if default is not argparse.SUPPRESS:
-        text += f" (default: {str(default).lower() if default is True else default})"
-    parser.add_argument(f"--{name}", metavar=metavar, help=text, **settings)
-
-
-def add_flag(parser: Any, name: str, text: str, **settings: Any) -> None:
-    """Add an option without a value."""
-    parser.add_argument(f"--{name}", action="store_true", help=text, **settings)
-
-
-def add_json(parser: Any) -> None:
-    """Add `--json`."""
-    add_flag(parser, "json", "print JSON")
-
-
-def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """Parse a command line into the options that were given, by name.
-
-    An option that does not exist is an error that suggests the nearest ones.
-    """
-    flags = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
-    values, rest = parser.parse_known_args([_canonical(word, flags, parser) for word in argv])
-    if not rest:
-        return vars(values)
-    if rest[0].startswith("-"):
-        raise _unknown_option(rest[0], flags)
-    is_option = "=" in rest[0] and rest[0].partition("=")[0] in flags
-    hint = f"did you mean --{rest[0]}?" if is_option else "options start with --"
-    raise UsageError(f"unexpected argument {rest[0]!r}; {hint}")
-
-
-def _canonical(argument: str, flags: Sequence[str], parser: Parser) -> str:
-    if not argument.startswith("--") or argument == "--":
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    name = name.replace("-", "_")
-    name = parser.aliases.get(name, name)
-    if name not in flags and name in parser.ambiguous:
-        choices = " or ".join(f"--{flag}" for flag in parser.ambiguous[name])
-        raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
-    if name not in flags and name in parser.renamed:
-        note(f"--{name} is now --{parser.renamed[name]}")
-        name = parser.renamed[name]
-    if name not in flags:
-        raise _unknown_option(f"--{name}", flags)
-    return f"--{name}{equals}{value}"
-
-
-def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
-    option = option.partition("=")[0]
-    wanted = option.lstrip("-").lower()
-    by_lower = {flag.lower(): flag for flag in flags}
-    nearest = difflib.get_close_matches(wanted, by_lower, n=2, cutoff=0.6)
-    if wanted in by_lower:
-        nearest = [wanted]
-    hint = " or ".join(f"--{by_lower[name]}" for name in nearest)
-    hint = f"did you mean {hint}?" if hint else "--help lists the options"
-    return UsageError(f"unknown option {option!r}; {hint}")
-
-
 # --- values ---------------------------------------------------------------------------------------
 
 _TRUE = ("true", "1", "yes", "on")
@@ -223,41 +125,150 @@ MODEL_SIZES = ("h", "d", "p", "k", "v")
 """Sizes that a model and its tensor parallelism decide."""
 
 
-def add_sizes(
-    parser: Any, names: Iterable[str] = SIZES, note: str = " (default: {default})", **settings: Any
-) -> None:
-    """Add sizes of a problem.
+# --- the parser -----------------------------------------------------------------------------------
 
-    Args:
-        parser: the parser or group.
-        names: which.
-        note: what follows each text; `{default}` is the size's default.
-        settings: argparse settings that differ from those of a plain integer with its default.
+
+class Options(argparse._ActionsContainer):
+    """The kinds of options that parsers and their groups have."""
+
+    def add_option(self, name: str, metavar: str, text: str, **settings: Any) -> None:
+        """Add an option with a value; the help names the default it is given."""
+        default = settings.get("default", argparse.SUPPRESS)
+        if default is not argparse.SUPPRESS:
+            text += f" (default: {str(default).lower() if default is True else default})"
+        self.add_argument(f"--{name}", metavar=metavar, help=text, **settings)
+
+    def add_flag(self, name: str, text: str, **settings: Any) -> None:
+        """Add an option without a value."""
+        self.add_argument(f"--{name}", action="store_true", help=text, **settings)
+
+    def add_json(self) -> None:
+        """Add `--json`."""
+        self.add_flag("json", "print JSON")
+
+    def add_sizes(
+        self, names: Iterable[str] = SIZES, note: str = " (default: {default})", **settings: Any
+    ) -> None:
+        """Add sizes of a problem, integers with their defaults unless `settings` says otherwise.
+
+        `note` follows each help text; `{default}` in it is the size's default.
+        """
+        for name in names:
+            common = {"type": ValueType(int), "metavar": "N", "default": SIZES[name], **settings}
+            text = SIZE_TEXTS[name] + note.format(default=SIZES[name])
+            self.add_argument(f"--{name}", help=text, **common)
+
+    def add_model(self) -> None:
+        """Add `--model`, `--config` and `--tp`, which give `MODEL_SIZES`; see `read_model`."""
+        unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+        text = "published model that sets h, d, p, k and v; hyper-mla list names them"
+        self.add_option("model", "NAME", text, **unset)
+        text = "config.json of a Hugging Face model, instead of --model"
+        self.add_option("config", "FILE", text, type=Path, **unset)
+        text = "GPUs that share the model's heads (default: 1)"
+        self.add_option("tp", "N", text, type=ValueType(int), **unset)
+
+    def add_problem(self) -> None:
+        """Add all sizes of a problem, and a model instead of those that it gives."""
+        self.add_sizes(("b", "s", "t"))
+        self.add_sizes(("h", "d", "p", "k"), default=argparse.SUPPRESS)
+        unset: dict[str, Any] = {"type": ValueType(int), "default": argparse.SUPPRESS}
+        self.add_option("v", "N", f"{SIZE_TEXTS['v']} (default: d)", **unset)
+        self.add_model()
+
+    def add_lengths(self, note: str = " (default: all t)", **settings: Any) -> None:
+        """Add the KV lengths; `note` follows the help text."""
+        kind = ValueType(int, optional=True, sequence=True, words=(MIXED,))
+        text = f"KV length per request: comma list or mixed{note}"
+        self.add_argument("--lengths", type=kind, metavar="N,N,...", help=text, **settings)
+
+
+class Group(Options, argparse._ArgumentGroup):
+    """A group of options with a heading in the help."""
+
+
+class Parser(Options, argparse.ArgumentParser):
+    """An argument parser whose errors are exceptions, and which never guesses abbreviations.
+
+    Attributes:
+        aliases: other spelling of an option -> the option.
+        ambiguous: name that several options share -> those options.
+        renamed: earlier name of an option -> the option; it still works, with a notice.
     """
-    for name in names:
-        common = {"type": ValueType(int), "metavar": "N", "default": SIZES[name], **settings}
-        text = SIZE_TEXTS[name] + note.format(default=SIZES[name])
-        parser.add_argument(f"--{name}", help=text, **common)
+
+    def __init__(self, **settings: Any) -> None:
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+        super().__init__(allow_abbrev=False, **{"formatter_class": formatter, **settings})
+        self.aliases: dict[str, str] = {}
+        self.ambiguous: dict[str, list[str]] = {}
+        self.renamed: dict[str, str] = {}
+
+    def add_argument_group(self, *titles: Any, **settings: Any) -> Group:
+        group = Group(self, *titles, **settings)
+        self._action_groups.append(group)
+        return group
+
+    def add_for_device(self, text: str, dest: str) -> None:
+        """Add `--for_device`, the device of the table that a command plans or predicts for.
+
+        The name of its value, `dest`, is also the earlier name of the option.
+        """
+        self.add_argument("--for_device", dest=dest, metavar="NAME", help=text)
+        self.renamed[dest] = "for_device"
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse; its own version prints the usage and exits."""
+        raise UsageError(message.removeprefix("argument "))
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Parse a command line into the options that were given, by name.
+
+        An option that does not exist is an error that suggests the nearest ones.
+        """
+        flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        values, rest = self.parse_known_args([self._canonical(word, flags) for word in argv])
+        if not rest:
+            return vars(values)
+        if rest[0].startswith("-"):
+            raise _unknown_option(rest[0], flags)
+        is_option = "=" in rest[0] and rest[0].partition("=")[0] in flags
+        hint = f"did you mean --{rest[0]}?" if is_option else "options start with --"
+        raise UsageError(f"unexpected argument {rest[0]!r}; {hint}")
+
+    def _canonical(self, argument: str, flags: Sequence[str]) -> str:
+        if not argument.startswith("--") or argument == "--":
+            return argument
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        name = self.aliases.get(name, name)
+        if name not in flags and name in self.ambiguous:
+            choices = " or ".join(f"--{flag}" for flag in self.ambiguous[name])
+            raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
+        if name not in flags and name in self.renamed:
+            note(f"--{name} is now --{self.renamed[name]}")
+            name = self.renamed[name]
+        if name not in flags:
+            raise _unknown_option(f"--{name}", flags)
+        return f"--{name}{equals}{value}"
 
 
-def add_model(parser: Any) -> None:
-    """Add `--model`, `--config` and `--tp`, which give `MODEL_SIZES`; see `read_model`."""
-    texts = {
-        "model": ("NAME", "published model that sets h, d, p, k and v; hyper-mla list names them"),
-        "config": ("FILE", "config.json of a Hugging Face model, instead of --model"),
-        "tp": ("N", "GPUs that share the model's heads (default: 1)"),
-    }
-    kinds: dict[str, Any] = {"model": str, "config": Path, "tp": ValueType(int)}
-    for name, (metavar, text) in texts.items():
-        unset: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
-        parser.add_argument(f"--{name}", type=kinds[name], metavar=metavar, help=text, **unset)
+def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
+    option = option.partition("=")[0]
+    wanted = option.lstrip("-").lower()
+    by_lower = {flag.lower(): flag for flag in flags}
+    nearest = difflib.get_close_matches(wanted, by_lower, n=2, cutoff=0.6)
+    if wanted in by_lower:
+        nearest = [wanted]
+    hint = " or ".join(f"--{by_lower[name]}" for name in nearest)
+    hint = f"did you mean {hint}?" if hint else "--help lists the options"
+    return UsageError(f"unknown option {option!r}; {hint}")
+
+
+# --- what was parsed ------------------------------------------------------------------------------
 
 
 def read_model(values: dict[str, Any]) -> dict[str, int]:
-    """Take `--model`, `--config` and `--tp` out of parsed options.
-
-    Returns:
-        The sizes that they give; none without a model.
+    """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give.
 
     Raises:
         UsageError: The options contradict each other.
@@ -282,17 +293,6 @@ def read_model(values: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def add_problem(parser: Any) -> None:
-    """Add all sizes of a problem, and a model instead of those that it gives."""
-    add_sizes(parser, ("b", "s", "t"))
-    widths = ("h", "d", "p", "k")
-    add_sizes(parser, widths, default=argparse.SUPPRESS)
-    text = f"{SIZE_TEXTS['v']} (default: d)"
-    kind = ValueType(int)
-    parser.add_argument("--v", type=kind, metavar="N", default=argparse.SUPPRESS, help=text)
-    add_model(parser)
-
-
 def read_problem(values: dict[str, Any]) -> None:
     """Replace the options of `add_problem` in parsed options by the sizes of a problem."""
     sizes = read_model(values)
@@ -314,13 +314,6 @@ def width_notes(problem: Any) -> list[str]:
         f"rates were recorded at {sizes_text(usual, ('d', 'p', 'k'))}; hyper-mla choose says which "
         "kernels take these widths"
     ]
-
-
-def add_lengths(parser: Any, note: str = " (default: all t)", **settings: Any) -> None:
-    """Add the KV lengths; `note` follows the help text."""
-    kind = ValueType(int, optional=True, sequence=True, words=(MIXED,))
-    text = f"KV length per request: comma list or mixed{note}"
-    parser.add_argument("--lengths", type=kind, metavar="N,N,...", help=text, **settings)
 
 
 def read_lengths(lengths: Any, b: int, t: int) -> tuple[int, ...] | None:
@@ -362,10 +355,9 @@ def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
-    """Read `<kernel> [<version>] ... [--language=...]`; the kernel may be `<kernel>:<language>`.
+    """The kernel that `<kernel> [<version>] ... [--language=...]` names, and the other arguments.
 
-    Returns:
-        The kernel, None when the command line names none, and the other arguments.
+    The kernel may be `<kernel>:<language>`; it is None when the command line names none.
 
     Raises:
         UsageError: there is no such kernel, version or language.
@@ -376,3 +368,13 @@ def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
         return None, rest
     with usage_errors():
         return find_kernel(words[0], words[1] if len(words) > 1 else None, language), rest
+
+
+def require_kernel(parser: Parser, argv: Sequence[str]) -> tuple[KernelId, list[str]]:
+    """As `take_kernel`, for a command that needs a kernel; without one it shows its own help."""
+    kernel, rest = take_kernel(argv)
+    if kernel is not None:
+        return kernel, rest
+    if {"-h", "--help"} & set(rest):
+        parser.parse_args(["--help"])
+    raise UsageError("kernel: expected the name of a kernel, got none")

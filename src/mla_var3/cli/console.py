@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -33,12 +33,10 @@ from mla_var3.errors import (
     InvalidArgumentError,
     UnknownNameError,
 )
+from mla_var3.runtime.check import CheckResult
 from mla_var3.runtime.markdown import json_ready, microseconds
 from mla_var3.runtime.profiling import figures
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.check import CheckResult
-    from mla_var3.runtime.profiling.result import ProfileResult
+from mla_var3.runtime.profiling.result import ProfileResult
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -154,18 +152,11 @@ def _message(error: Exception) -> str:
 
 
 def print_table(
-    title: str,
-    headers: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    best: int | None = None,
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], best: int | None = None
 ) -> None:
-    """Print a table that fits the screen without breaking words.
+    """Print a table that fits the screen without breaking words, the row `best` in bold.
 
-    Args:
-        title: heading.
-        headers: one per column; columns without any value are left out.
-        rows: cells; None becomes "-".
-        best: the row to print in bold.
+    None becomes "-"; columns without any value are left out.
     """
     kept = [i for i in range(len(headers)) if any(row[i] not in (None, "", "-") for row in rows)]
     lines = [["-" if row[i] is None else str(row[i]) for i in kept] for row in rows]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import mla_var3
-from mla_var3.cli.arguments import Parser, leading_words, parse
+from mla_var3.cli.arguments import Parser, leading_words
 from mla_var3.cli.console import guarded, usage_errors
 from mla_var3.errors import UnknownNameError
 
@@ -59,7 +59,7 @@ def _dispatch(argv: list[str]) -> int:
     if not words:
         parser = build_parser()
         if argv:
-            parse(parser, argv)
+            parser.parse(argv)
         parser.print_help()
         return 0 if not argv else 2
     (name,) = words

@@ -16,7 +16,6 @@ from mla_var3.cli.arguments import (
     SIZE_TEXTS,
     Parser,
     ValueType,
-    add_model,
     read_lengths,
     read_model,
     value_type,
@@ -109,7 +108,6 @@ class Request:
 
     Attributes:
         plan: the plan with the given fields.
-        run: how to run it.
         mode: the profiling mode that was asked for, None to choose.
         given: names of the options that were given.
         tiling_given: the tiling options among them.
@@ -152,7 +150,7 @@ class PlanParser(Parser):
             else:
                 self._add_field(problem, name, plan, kind, "", name)
         if set(MODEL_SIZES) - {"v"} <= set(self.flags):
-            add_model(problem)
+            problem.add_model()
         for owner, tiling in tilings.items():
             others = [_field_types(each) for key, each in tilings.items() if key != owner]
             self._add_tiling(owner, tiling, {name for each in others for name in each})

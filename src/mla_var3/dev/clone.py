@@ -30,12 +30,8 @@ class ClonePlan:
     """A clone that is worked out but not written.
 
     Attributes:
-        source: the version that is copied.
-        target: the new version.
-        folder: the new version's folder.
         files: path below the source's folder -> path below the new folder.
         contents: path below the new folder -> new text of a Python file; others are copied.
-        renames: old name -> new name.
     """
 
     source: KernelId

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +95,13 @@ class Latents:
     rope: torch.Tensor | None = None
     queries: torch.Tensor | None = None
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Widths of latent rows and rope keys."""
+        if self.latent is None or self.rope is None:
+            return K, P
+        return self.latent.shape[1], self.rope.shape[1]
+
     def tiles(self, lengths: Sequence[int], seed: int) -> Iterator[Tile]:
         """The tokens up to the largest length, with a border at each; the same ones for a seed."""
         for index, start in enumerate(range(0, max(lengths), _TILE)):
@@ -131,9 +139,7 @@ class AccuracyRow:
     """One case.
 
     Attributes:
-        latents: Name of the latents.
         attention: "flat", "peaky" or "captured".
-        t: Tokens.
         errors: By cache, see `CACHES`.
     """
 
@@ -193,13 +199,8 @@ def measure(
 ) -> list[AccuracyRow]:
     """The errors of all formats, with the queries of the latents or with flat and peaky ones.
 
-    Args:
-        latents: The tokens.
-        lengths: How many of the tokens; all lengths are measured in one pass.
-        scale: That of the format with one scale for the cache.
-        seed: Of what is made.
-        kernel: A kernel to measure on the 8-bit caches that it reads; None for the formats alone.
-        device: Where it runs.
+    All lengths, numbers of tokens, are measured in one pass. `scale` is that of the format with one
+    scale for the cache. A kernel is measured on the 8-bit caches that it reads.
     """
     if latents.queries is not None:
         queries = {CAPTURED: latents.queries.double()}
@@ -227,11 +228,12 @@ def measure(
         t += latent.shape[0]
         if t in lengths:
             for attention in queries:
-                exact = attended[attention, EXACT]
-                errors = {cache: attended[attention, cache].error(exact) for cache in caches}
+                exact = attended[attention, EXACT].result()
+                results = {cache: attended[attention, cache].result() for cache in caches}
                 for own in stored:
-                    result = own.attend(queries[attention], str(kernel))
-                    errors[KERNEL_COLUMN.format(own.fmt.name)] = _error(exact.result(), result)
+                    column = KERNEL_COLUMN.format(own.fmt.name)
+                    results[column] = own.attend(queries[attention], str(kernel))
+                errors = {name: _error(exact, result) for name, result in results.items()}
                 found[attention, t] = AccuracyRow(latents.name, attention, t, errors)
     return [found[attention, t] for attention in queries for t in sorted(set(lengths))]
 
@@ -246,12 +248,7 @@ def cases(given: Latents | None, quick: bool) -> list[tuple[Latents, tuple[int, 
 def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
     """Draw the error over the context, one small plot per latents and attention.
 
-    Args:
-        rows: The cases.
-        path: File without suffix.
-
-    Returns:
-        The files written.
+    `path` has no suffix; returns the files written.
     """
     panels = list(dict.fromkeys((row.latents, row.attention) for row in rows))
     columns = len({attention for _, attention in panels})
@@ -294,10 +291,6 @@ class _Attention:
         self._output = before + weights @ latent
         self._total = self._total * fade + weights.sum(-1)
         self._peak = peak
-
-    def error(self, exact: _Attention) -> FormatError:
-        """How far the result is from that over unrounded tokens."""
-        return _error(exact.result(), self.result())
 
     def result(self) -> Result:
         """The output `[rows, k]` and the LSE `[rows]`."""
@@ -344,12 +337,8 @@ class _KernelCache:
 
 def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> list[_KernelCache]:
     """The caches that the kernel reads; none for other widths than it is made for."""
-    widths = (K, P)
-    if latents.latent is not None and latents.rope is not None:
-        widths = latents.latent.shape[1], latents.rope.shape[1]
-    if widths != (LATENT, ROPE):
-        return []
-    return [_KernelCache(FORMATS[name], widths, t, scale, device) for name in FP8_FORMATS]
+    names = FP8_FORMATS if latents.widths == (LATENT, ROPE) else ()
+    return [_KernelCache(FORMATS[name], latents.widths, t, scale, device) for name in names]
 
 
 def _error(exact: Result, found: Result) -> FormatError:
@@ -367,17 +356,12 @@ def _error(exact: Result, found: Result) -> FormatError:
 
 def _caches(latents: Latents) -> list[str]:
     """The caches whose formats can hold the widths of some latents."""
-    if latents.latent is None or latents.rope is None:
-        return list(CACHES)
-    widths = latents.latent.shape[1], latents.rope.shape[1]
-    fitting = []
+    fitting = [BFLOAT16]
     for name, fmt in FORMATS.items():
-        try:
-            fmt.require_widths(*widths)
-        except InvalidArgumentError:
-            continue
-        fitting.append(name)
-    return [BFLOAT16, *fitting]
+        with suppress(InvalidArgumentError):
+            fmt.require_widths(*latents.widths)
+            fitting.append(name)
+    return fitting
 
 
 def _worth(name: str, latent: torch.Tensor, rope: torch.Tensor, scale: float) -> Tile:

@@ -34,11 +34,8 @@ class Run:
         label: heading of its column.
         kernel, language, mode, device: from its record; the device is None for a prediction of no
             device.
-        params: the plan's fields.
-        total: the whole run.
         stages: by stage name, in launch order.
         clocks: whether the clocks were locked; None where the record does not say.
-        folder: folder of its artifacts.
     """
 
     label: str
@@ -120,9 +117,7 @@ def run_of_result(result: ProfileResult) -> Run:
 
 def _figures(data: Mapping[str, Any]) -> StageFigures:
     """The figures of a record's stage, extras reduced to the plain numbers among them."""
-    extra = dict(data.get("extra") or {})
-    metrics = extra.pop("metrics", None)
-    extra = {**(metrics if isinstance(metrics, Mapping) else {}), **extra}
+    extra = data.get("extra") or {}
     return StageFigures(
         name=str(data.get("name", TOTAL)),
         time_us=_number(data.get("time_us")),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,8 @@ from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import group_rows, method, troubles
 from mla_var3.bench.plots import draw_plots
-from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
-from mla_var3.bench.suites import (
-    DESIGN,
-    EIGHT_BIT_PEERS,
-    PEERS,
-    main_job_case,
-    mla_kernels,
-)
+from mla_var3.bench.record import PROJECTION, BenchRecord
+from mla_var3.bench.suites import DESIGN, EIGHT_BIT_PEERS, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError
 from mla_var3.op.mla.model.times import IDEAL
@@ -73,12 +67,9 @@ class OverviewOptions:
         quick: on a GPU one short round with default tilings; on the CPU a smaller problem and one
             compile target.
         out_dir: folder of the report; `out/overview/<timestamp>` by default.
-        device: "auto", "cuda" or "cpu".
         tune_seconds: time to search tilings on a GPU, for all kernels together.
         peer_libs: folder with the peers' operator libraries; None where they are installed.
         sizes: b, s, t, h where they differ from `SIZES`; widths where they are not the default.
-        progress: reporter for long work.
-        on_start, on_end: called around each step.
         on_lost: called with the record when a kernel destroyed the CUDA context or does not
             return; in the second case it must end the process.
     """
@@ -101,10 +92,7 @@ class Step:
 
     Attributes:
         name: id in the JSON report.
-        title: heading.
-        status: "ok" or "failed".
-        seconds: duration.
-        reason: why it failed.
+        status: "ok" or "failed"; then `reason` says why.
         summary: one line for the screen.
         text: markdown for the report.
         data: the figures, JSON-ready.
@@ -122,18 +110,7 @@ class Step:
 
 @dataclass
 class OverviewResult:
-    """The report and what is in it.
-
-    Attributes:
-        folder: folder of the report.
-        report: the markdown page.
-        steps: the steps in order.
-        plots: image files.
-        compiled: what the kernels became per target.
-        sweeps: predictions per device.
-        choice: the kernel that `mla_attention` chose, and why.
-        record: the measured rows.
-    """
+    """The report, a markdown page in a folder, and what is in it."""
 
     folder: Path
     report: Path
@@ -247,9 +224,8 @@ def _measure(job: _Job, step: Step) -> None:
     rows = [dict(zip(headers, line, strict=True)) for line in lines]
     step.data = {"record": "record.json", "rows": rows}
     step.summary = ", ".join(f"{row['kernel']} {row['call µs']} µs" for row in rows[:3])
-    bad = [r for r in record.rows if r.source == OURS and r.status in (FAILED, LOST)]
-    if bad:
-        raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in bad))
+    if record.failed:
+        raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in record.failed))
 
 
 def measured_table(record: BenchRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -327,12 +303,12 @@ def _predict(job: _Job, step: Step) -> None:
         y_label=f"predicted {shown.heading}, µs",
         log=True,
     )
-    step.text = f"{prediction_markdown(sweeps, KERNEL)}\n![crossover](crossover.png)\n"
+    step.text = f"{_prediction_markdown(sweeps)}\n![crossover](crossover.png)\n"
     step.data = [entry.to_dict() for entry in sweeps]
     step.summary = f"{len(sweeps)} devices, s from {lengths[0]} to {lengths[-1]}"
 
 
-def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
+def _prediction_markdown(sweeps: Sequence[DeviceSweep]) -> str:
     """Predicted times; only devices on which the kernels were timed name the fastest."""
     parts = [
         "These are predictions, not measurements: call times, from q_nope to the output. Where "
@@ -345,14 +321,14 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
             (
                 s,
                 *(microseconds(entry.predictions[name][i].advised_us) for name in kernels),
-                entry.predictions[kernel][i].choice.get("n"),
+                entry.predictions[KERNEL][i].choice.get("n"),
                 *((entry.fastest(i),) if entry.fitted else ()),
             )
             for i, s in enumerate(entry.s_values)
         ]
         parts.append(f"### {entry.device} ({entry.spec.target}), {entry.heading}\n")
         last = ("fastest",) if entry.fitted else ()
-        parts.append(table(("s", *kernels, f"n of {kernel}", *last), rows))
+        parts.append(table(("s", *kernels, f"n of {KERNEL}", *last), rows))
     return "\n".join(parts)
 
 
@@ -364,23 +340,23 @@ def summary_rows(steps: Sequence[Step]) -> list[tuple[str, ...]]:
     return [(s.title, s.status, f"{s.seconds:.1f}", s.reason or s.summary) for s in steps]
 
 
-def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+def _page(job: _Job) -> str:
     """The whole report: circumstances, summary and one section per step."""
-    device = (env.get("gpu") or {}).get("name")
+    device = (job.environment.get("gpu") or {}).get("name")
     facts = [
         ("device", device or "no GPU: CPU interpreter, compile reports and predictions"),
-        ("problem", " ".join(f"{name}={value}" for name, value in sizes.items())),
-        *environment_rows(env),
+        ("problem", " ".join(f"{name}={value}" for name, value in job.sizes.items())),
+        *environment_rows(job.environment),
     ]
-    ok = all(step.status != "failed" for step in steps)
+    head = {"kind": "overview", "sizes": job.sizes, "ok": job.result.ok, "device": device}
     parts = [
-        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, "device": device}),
+        front_matter(head),
         f"# {TITLE}\n",
         table(("", ""), facts),
         "## Summary\n",
-        table(SUMMARY_HEADERS, summary_rows(steps)),
+        table(SUMMARY_HEADERS, summary_rows(job.result.steps)),
     ]
-    for step in steps:
+    for step in job.result.steps:
         parts.append(f"## {step.title}\n")
         if step.status != "ok":
             parts.append(f"**{step.status}**: {step.reason}\n")
@@ -391,7 +367,7 @@ def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[
 
 def _write(job: _Job) -> None:
     result = job.result
-    write_atomic(result.report, overview_page(result.steps, job.environment, job.sizes))
+    write_atomic(result.report, _page(job))
     names = ("name", "title", "status", "reason", "summary", "data")
     write_json(
         job.folder / "report.json",

@@ -20,15 +20,9 @@ def line_plot(
     y_label: str,
     log: bool = False,
 ) -> list[Path]:
-    """Draw named series of (x, y) points.
+    """Draw named series of (x, y) points in ascending x; `path` has no suffix.
 
-    Args:
-        series: name -> points in ascending x.
-        path: file without suffix.
-        title: heading.
-        x_label: what the x axis shows, with unit.
-        y_label: what the y axis shows, with unit.
-        log: logarithmic axes, x to the base 2.
+    Logarithmic axes have x to the base 2.
     """
     with new_figure(7.6, 4.8) as figure:
         axis = figure.subplots()
@@ -46,13 +40,9 @@ def line_plot(
 def bar_plot(
     groups: Mapping[str, Mapping[str, float]], path: Path, *, title: str, y_label: str
 ) -> list[Path]:
-    """Draw grouped bars with their values on top.
+    """Draw grouped bars with their values on top; `path` has no suffix.
 
-    Args:
-        groups: name below the group -> series -> value; a series may be missing in a group.
-        path: file without suffix.
-        title: heading.
-        y_label: what the bars measure, with unit.
+    `groups` maps the name below a group to its values by series; some series may be missing.
     """
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / max(1, len(names))

@@ -17,9 +17,7 @@ class DeviceSweep:
     """Predicted times of all designs on one device.
 
     Attributes:
-        spec: The device.
         problem: The problem; its s is replaced by each of `s_values`.
-        s_values: The sweep.
         predictions: Design -> one estimate per value of s.
     """
 

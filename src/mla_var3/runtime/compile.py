@@ -20,15 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +70,6 @@ class CompileReport:
     """The machine code of one kernel for one target, in figures.
 
     Attributes:
-        kernel: kernel name.
         target: GPU code.
         tiling: the tiling it was compiled with.
         registers: registers per thread at launch.
@@ -82,7 +79,6 @@ class CompileReport:
         cluster: CTAs per cluster.
         instructions: how many instructions of each notable opcode the code holds.
         loop_local: how many of them are LDL and STL in a loop; None where it was not read.
-        total_instructions: all instructions.
         mma_shapes: the matrix instructions with their shape and types.
         consumer_registers: registers per thread that the consumer warps raise themselves to, None
             when they keep the launch value.
@@ -154,14 +150,8 @@ class CompileReport:
             )
         if problems:
             return ", ".join(problems)
-        return "ok, " + ", ".join(
-            text
-            for text in (
-                " + ".join(f"{n} {name}" for name, n in self.mma.items()) or "no mma",
-                "TMA" if self.uses_tma else "no TMA",
-                "no spills",
-            )
-        )
+        used = " + ".join(f"{n} {name}" for name, n in self.mma.items()) or "no mma"
+        return f"ok, {used}, {'TMA' if self.uses_tma else 'no TMA'}, no spills"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and what follows from them, JSON-ready."""
@@ -191,21 +181,12 @@ class Disassembly:
 
 
 def compile_report(
-    kernel: KernelStage,
-    target: str,
-    tiling: Any = None,
-    artifacts_dir: Path | None = None,
+    kernel: KernelStage, target: str, tiling: Any = None, artifacts_dir: Path | None = None
 ) -> CompileReport:
-    """Compile a kernel for a target and look at the result.
+    """Compile a kernel for a target, by default with its active tiling, and look at the result.
 
-    Args:
-        kernel: the kernel with its arguments; meta tensors are enough.
-        target: GPU code, for example "sm_90".
-        tiling: tiling to compile with; the active one by default.
-        artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
-
-    Returns:
-        The report; a kernel that does not compile has one with `error` set.
+    Meta tensors are enough as its arguments. A kernel that does not compile has a report with
+    `error` set. `artifacts_dir` gets the cubin, its disassembly and what the compiler left behind.
 
     Raises:
         MissingToolError: cuobjdump or nvdisasm is missing or cannot read this cubin.

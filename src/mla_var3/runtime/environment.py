@@ -108,16 +108,12 @@ def find_tool(name: str) -> Path | None:
     happens to be on PATH may be of another release.
     """
     folders = [*_wheel_bin_folders()]
-    on_path = shutil.which(name)
-    if on_path:
+    if on_path := shutil.which(name):
         folders.append(Path(on_path).parent)
-    folders += [
-        Path(root, "bin") for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root
-    ]
-    for folder in folders:
-        if os.access(folder / name, os.X_OK) and (folder / name).is_file():
-            return folder / name
-    return None
+    roots = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    folders += [Path(root, "bin") for root in roots if root]
+    programs = (folder / name for folder in folders)
+    return next((p for p in programs if os.access(p, os.X_OK) and p.is_file()), None)
 
 
 def _wheel_bin_folders() -> list[Path]:
@@ -148,12 +144,9 @@ def run_tool(*command: str | Path) -> str | None:
 
 @functools.cache
 def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(_DISTRIBUTIONS[name])
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    if name not in ("tileiras", "ptxas"):
-        return None
+    found = installed(_DISTRIBUTIONS[name])
+    if found is not None or name not in ("tileiras", "ptxas"):
+        return found
     tool = find_tool(name)
     output = run_tool(tool, "--version") if tool else None
     match = re.search(r"\bV(\d+(?:\.\d+)+)", output or "")

@@ -46,8 +46,6 @@ class Timing:
     Attributes:
         median_us: the figure to report.
         p10_us, p90_us: 10th and 90th percentile.
-        min_us: fastest run.
-        runs: number of timed runs.
         timer: "cuda-event" or "cuda-graph".
         cold_l2: whether the L2 cache was flushed before each run.
     """
@@ -147,16 +145,6 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
     return int(min(MAX_RUNS, max(MIN_RUNS, max_seconds / max(per_run, 1e-9))))
 
 
-def require_cuda(what: str) -> None:
-    """Raise UnsupportedError where no CUDA device can be used."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false)"
-        )
-
-
 def timeout_s() -> float:
     """The time limit of one launch in seconds: $HYPER_MLA_TIMEOUT_S, or 60."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
@@ -172,13 +160,11 @@ def timeout_s() -> float:
 def wait_for_device(what: str, limit_s: float | None = None, event: Any = None) -> None:
     """Wait for the GPU, but not forever: a kernel that hangs cannot be stopped by its process.
 
-    Args:
-        what: the kernel that is waited for, for the message.
-        limit_s: how long to wait; `timeout_s()` by default.
-        event: what to wait for; everything enqueued on the current stream by default.
+    It waits for an event, by default for everything enqueued on the current stream; `what` names
+    the kernel in the message.
 
     Raises:
-        DeviceTimeoutError: the work has not ended within the limit.
+        DeviceTimeoutError: the work has not ended within the limit, by default `timeout_s()`.
     """
     limit = timeout_s() if limit_s is None else limit_s
     if event is None:
@@ -214,7 +200,11 @@ class CudaClock:
     def __init__(self) -> None:
         import torch
 
-        require_cuda("time_gpu")
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "time_gpu: expected a usable CUDA GPU, got none "
+                "(torch.cuda.is_available() is false)"
+            )
         self._torch = torch
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -157,6 +157,20 @@ class Stage(ABC):
     def device_type(self) -> str:
         """Where the tensors live: "cuda", "cpu" or, for an empty plan, "meta"."""
         return next(iter(self.kernels())).device_type
+
+
+S = TypeVar("S", bound=Stage)
+
+
+def by_unique_name(stages: Iterable[S]) -> dict[str, S]:
+    """Stages by name; one that runs twice gets a number, since each run counts for itself."""
+    found: dict[str, S] = {}
+    for stage in stages:
+        name, number = stage.name, 2
+        while name in found:
+            name, number = f"{stage.name}.{number}", number + 1
+        found[name] = stage
+    return found
 
 
 def call_cost(

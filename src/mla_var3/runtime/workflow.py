@@ -84,7 +84,6 @@ class Prepared:
 
     Attributes:
         plan: the plan with every model-driven field resolved.
-        inputs: its inputs.
         stage: the runtime object, with the chosen tilings.
         device: the device entry, None on the CPU.
         tuning: tuning result per stage name; empty when nothing was tuned.

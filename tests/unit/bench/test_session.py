@@ -119,7 +119,7 @@ def test_without_a_new_process_the_run_ends_there_and_says_so(gpu, tmp_path):
     assert {row.problem.s for row in result.record.rows} == {1}
     assert LOST in {row.status for row in result.record.rows}
     assert any("The device was lost" in note for note in result.record.notes)
-    assert result.failed
+    assert result.record.failed
     assert "The device was lost" in result.files["html"].read_text()
 
 

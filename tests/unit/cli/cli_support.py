@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from mla_var3.cli.arguments import parse
 from mla_var3.cli.console import usage_errors
 from mla_var3.cli.options import PlanParser, Request
 from mla_var3.errors import InvalidArgumentError
@@ -73,4 +72,4 @@ def read(plan: KernelPlan, *argv: str) -> Request:
     """What a command line asks of a plan."""
     parser = PlanParser(plan, "prog")
     with usage_errors():
-        return parser.request(parse(parser, argv))
+        return parser.request(parser.parse(argv))

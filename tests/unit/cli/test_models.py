@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mla_var3.bench.record import ABSENT, load_record
-from mla_var3.cli.arguments import Parser, add_problem, parse, read_problem
+from mla_var3.cli.arguments import Parser, read_problem
 from mla_var3.cli.console import UsageError
 from mla_var3.cli.main import main
 from mla_var3.cli.options import PlanParser
@@ -16,8 +16,8 @@ from mla_var3.runtime.paths import find_kernel, plan_class
 
 def sizes(*argv: str) -> dict[str, Any]:
     parser = Parser(prog="prog")
-    add_problem(parser)
-    values = parse(parser, argv)
+    parser.add_problem()
+    values = parser.parse(argv)
     read_problem(values)
     return values
 
@@ -89,7 +89,7 @@ def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path):
 
 def request(kernel: str, *argv: str) -> Any:
     parser = PlanParser(plan_class(find_kernel(kernel))(), "prog")
-    return parser.request(parse(parser, argv))
+    return parser.request(parser.parse(argv))
 
 
 def test_run_takes_a_model_for_a_kernel():

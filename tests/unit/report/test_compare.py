@@ -80,7 +80,7 @@ def test_a_folder_and_its_record_are_the_same_run(saved, tmp_path):
     assert found == load_run(folder / "params.json")
     assert (found.total.time_us, found.stages["x"].time_us) == (100.0, 60.0)
     assert found.problem["t"] == 4096 and found.choices == {"n": 512}
-    extra = {"metrics": {"TC%": 61.0, "note": "x"}, "idle_us": 4, "ok": True, "timing": {"runs": 9}}
+    extra = {"TC%": 61.0, "note": "x", "idle_us": 4, "ok": True, "timing": {"runs": 9}}
     assert run(extra=extra).total.extra == {"TC%": 61.0, "idle_us": 4.0}
     last = saved("runs/20260102")
     with pytest.raises(InvalidArgumentError, match=f"there are 2 below it, the last is {last}"):

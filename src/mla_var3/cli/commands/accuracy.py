@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.cli.arguments import Parser, ValueType, add_flag, add_json, add_option, parse
+from mla_var3.cli.arguments import Parser, ValueType
 from mla_var3.cli.console import ProgressReporter, print_json, print_table, say
 from mla_var3.runtime.markdown import table, write_json
 from mla_var3.runtime.paths import make_folder, output_root, timestamp
@@ -22,19 +22,19 @@ def add_arguments(parser: Parser) -> None:
         "latents of a model, as examples/capture_latents.py writes them (default: made ones: "
         "normal, heavy-tailed, one hot channel)"
     )
-    add_option(parser, "latents", "FILE", text, type=Path)
+    parser.add_option("latents", "FILE", text, type=Path)
     text = "the one scale of the format fp8; 1 as in engines without calibration"
-    add_option(parser, "scale", "X", text, type=ValueType(float), default=1.0)
-    add_option(parser, "seed", "N", "of what is made", type=ValueType(int), default=0)
-    add_flag(parser, "quick", "up to 2048 tokens, not 131072")
-    add_json(parser)
+    parser.add_option("scale", "X", text, type=ValueType(float), default=1.0)
+    parser.add_option("seed", "N", "of what is made", type=ValueType(int), default=0)
+    parser.add_flag("quick", "up to 2048 tokens, not 131072")
+    parser.add_json()
     text = "folder of table, JSON and plot (default: out/accuracy/<timestamp>; none with --json)"
-    add_option(parser, "out_dir", "FOLDER", text, type=Path)
+    parser.add_option("out_dir", "FOLDER", text, type=Path)
 
 
 def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
     """Measure, print and write the errors."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     from mla_var3.op.mla.problem import require_scale
     from mla_var3.report.accuracy import accuracy_plot, cases, kernel_here, measure, read_latents
 

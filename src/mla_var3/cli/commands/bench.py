@@ -18,29 +18,8 @@ from mla_var3.bench.page import VERDICT_HEADERS, cells, group_rows, headers, tro
 from mla_var3.bench.record import PREDICTED, BenchRow
 from mla_var3.bench.run import PREDICT, BenchOptions, BenchResult, run_bench
 from mla_var3.bench.suites import PEERS, SUITES
-from mla_var3.cli.arguments import (
-    CALL_SIZES,
-    Parser,
-    ValueType,
-    add_flag,
-    add_model,
-    add_option,
-    add_sizes,
-    parse,
-    read_model,
-)
-from mla_var3.cli.console import (
-    EXIT_FAILED,
-    EXIT_OK,
-    ProgressReporter,
-    UsageError,
-    guarded,
-    note,
-    print_table,
-    say,
-    show_log,
-    usage_errors,
-)
+from mla_var3.cli import console
+from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, read_model
 from mla_var3.runtime.paths import LANGUAGES, output_root, timestamp
 
 EXIT_ABSENT = 3
@@ -69,12 +48,12 @@ def add_arguments(parser: Parser) -> None:
     numbers, words = ValueType(int, sequence=True), ValueType(str, sequence=True)
 
     def add(group: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
-        add_option(group, name, metavar, text, default=argparse.SUPPRESS, **settings)
+        group.add_option(name, metavar, text, default=argparse.SUPPRESS, **settings)
 
     what = parser.add_argument_group("what is run")
     several = {"type": numbers, "metavar": "N,N,...", "default": argparse.SUPPRESS}
-    add_sizes(what, CALL_SIZES, "; the sweep takes several", **several)
-    add_model(what)
+    what.add_sizes(CALL_SIZES, "; the sweep takes several", **several)
+    what.add_model()
     add(what, "n", "N,N,...", "windows of var6_plus", type=numbers, dest="n_values")
     add(what, "version", "vN", "version of var6_plus (default: v0)")
     add(what, "kernels", "NAME,...", "all, latest, designs or full names", type=words)
@@ -86,54 +65,53 @@ def add_arguments(parser: Parser) -> None:
     add(what, "cache_dtype", "NAME,...", formats, type=words)
     add(what, "causal", "true|false", "mask or not", type=ValueType(bool))
     how = parser.add_argument_group("how it is run")
-    add_flag(how, "quick", "one short round; fewer shapes of the sweep, fewer windows of var6_plus")
+    how.add_flag("quick", "one short round; fewer shapes of the sweep, fewer windows of var6_plus")
     timings = "timings of each (default: 3, with --quick 1)"
     add(how, "rounds", "N", timings, type=ValueType(int))
     length = "length of one timing (default: 0.4, with --quick 0.15)"
     add(how, "max_seconds", "X", length, type=ValueType(float))
     limit = "seconds until a kernel counts as hung (default: 180; with --tune ten times it)"
     add(how, "patience", "X", limit, type=ValueType(float))
-    add_flag(how, "tune", "search tilings before timing")
+    how.add_flag("tune", "search tilings before timing")
     add(how, "peer_libs", "FOLDER", "the peers' libraries", type=Path)
     add(how, "mode", "NAME", "auto, measure or predict (default: auto)")
-    parser.add_for_device("predict for a device of the table", "predict_for", "predict_for")
+    parser.add_for_device("predict for a device of the table", "predict_for")
     add(how, "records", "FILE", "read, run nothing", type=Path, nargs="+")
     add(how, "resume", "FILE", "record of an interrupted run to continue", type=Path)
     result = parser.add_argument_group("results")
     add(result, "against", "FILE", "earlier record to compare with", type=Path)
     others = "compare also where compilers or peers have other versions"
-    add_flag(result, "across_versions", others)
+    result.add_flag("across_versions", others)
     sent = "also write contribution.json, to send: no paths, no names of user or machine"
-    add_flag(result, "contribute", sent)
+    result.add_flag("contribute", sent)
     add(result, "out_dir", "FOLDER", "default: out/bench/<suite>/<timestamp>", type=Path)
 
 
 def bench_command(parser: Parser, argv: Sequence[str]) -> int:
     """Run a suite and print what came out."""
-    return run(parse(parser, argv))
+    return run(parser.parse(argv))
 
 
 def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> int:
     """One suite as a program of its own, for the modules of `tests/benchmark`.
 
-    Args:
-        suite: the suite; the command line cannot change it.
-        name: name of the program, and of the folder below `out/tests`.
-        argv: command line.
-        fixed: options that the program pins.
+    `name` is that of the program and of its folder below `out/tests`. The command line cannot
+    change the suite, nor the options in `fixed`.
     """
 
     def action() -> int:
         parser = Parser(prog=f"python -m tests.benchmark.{name}")
         add_arguments(parser)
-        values = parse(parser, [suite, *argv])
+        values = parser.parse([suite, *argv])
         for option, value in fixed.items():
             if values.get(option, value) != value:
-                raise UsageError(f"--{option}: expected {value}, which {name} pins, or none")
+                raise console.UsageError(
+                    f"--{option}: expected {value}, which {name} pins, or none"
+                )
         out_dir = values.get("out_dir") or output_root() / "tests" / name / timestamp()
         return run({**values, **fixed, "out_dir": out_dir})
 
-    return guarded(action)
+    return console.guarded(action)
 
 
 def run(values: dict[str, Any]) -> int:
@@ -144,11 +122,11 @@ def run(values: dict[str, Any]) -> int:
         sizes["h"] = (model.pop("h"),)
     if values["quick"]:
         values = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS, **values}
-    with usage_errors():
+    with console.usage_errors():
         options = BenchOptions(sizes=sizes, widths=model, **values)
-    show_log()
+    console.show_log()
     _announce(options)
-    with ProgressReporter() as progress, usage_errors():
+    with console.ProgressReporter() as progress, console.usage_errors():
 
         def continue_from(record: Path) -> None:
             progress.__exit__()
@@ -165,8 +143,8 @@ def run(values: dict[str, Any]) -> int:
     if result.missing:
         return EXIT_ABSENT
     worse = result.regression is not None and not result.regression.passed
-    broken = bool(result.failed) and not options.records
-    return EXIT_FAILED if worse or broken else EXIT_OK
+    broken = bool(result.record.failed) and not options.records
+    return console.EXIT_FAILED if worse or broken else console.EXIT_OK
 
 
 @contextmanager
@@ -184,7 +162,7 @@ def _termination_interrupts() -> Iterator[None]:
 
 def _start_again(record: Path) -> None:
     """Continue in a new process: this one has lost its CUDA context, or hangs."""
-    note(f"the device was lost; a new process continues from {record}")
+    console.note(f"the device was lost; a new process continues from {record}")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Once its files are closed, the driver ends a running kernel and frees its memory.
@@ -197,14 +175,14 @@ def _start_again(record: Path) -> None:
 
 def _announce(options: BenchOptions) -> None:
     if options.records:
-        say(f"benchmark report from {len(options.records)} recorded results", "bold")
+        console.say(f"benchmark report from {len(options.records)} recorded results", "bold")
     elif not options.measures:
         asked = options.mode == PREDICT or options.predict_for
         reason = "as asked" if asked else "no GPU here"
-        say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
+        console.say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
     else:
         rounds = f"{options.rounds} round{'' if options.rounds == 1 else 's'}"
-        say(f"benchmark {options.suite}: check, then time {rounds}", "bold")
+        console.say(f"benchmark {options.suite}: check, then time {rounds}", "bold")
 
 
 def _print_rows(rows: Sequence[BenchRow]) -> None:
@@ -212,31 +190,31 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
         if group.timed:
             kind = ", predicted" if group.kind == PREDICTED else ""
             lines = [cells(group, row) for row in group_rows(group)]
-            print_table(f"{group.title} on {group.device}{kind}", headers(group), lines)
+            console.print_table(f"{group.title} on {group.device}{kind}", headers(group), lines)
 
 
 def _print_summary(result: BenchResult) -> None:
     for doubt in doubts(result.record.rows):
-        say(f"to be explained: {doubt}", "yellow")
+        console.say(f"to be explained: {doubt}", "yellow")
     lines = troubles(result.record)
     if lines:
-        print_table("not taking part", ("kernel", "status", "reason"), lines)
+        console.print_table("not taking part", ("kernel", "status", "reason"), lines)
     regression = result.regression
     if regression is not None:
         if regression.verdicts:
             title = "against the earlier record"
-            print_table(title, VERDICT_HEADERS, verdict_rows(regression))
+            console.print_table(title, VERDICT_HEADERS, verdict_rows(regression))
         for row, why in regression.not_compared[:MOST_NOTES]:
-            note(f"not compared: {row}: {why}")
+            console.note(f"not compared: {row}: {why}")
         if (more := len(regression.not_compared) - MOST_NOTES) > 0:
-            note(f"not compared: {more} more, see {result.files['regression']}")
+            console.note(f"not compared: {more} more, see {result.files['regression']}")
         for remark in regression.remarks:
-            note(remark)
-        say(f"verdict: {regression.summary}", "green" if regression.passed else "bold red")
+            console.note(remark)
+        console.say(f"verdict: {regression.summary}", "green" if regression.passed else "bold red")
     for plot in result.plots:
         if plot.missing:
-            note(f"{plot.title}: not drawn, {plot.missing}")
+            console.note(f"{plot.title}: not drawn, {plot.missing}")
     for text in result.record.notes:
-        say(text)
+        console.say(text)
     for kind, path in result.files.items():
-        say(f"{kind + ':':10} {path}", "bold" if kind == "html" else "")
+        console.say(f"{kind + ':':10} {path}", "bold" if kind == "html" else "")

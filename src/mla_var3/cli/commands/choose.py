@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_var3.cli.arguments import (
-    Parser,
-    ValueType,
-    add_flag,
-    add_json,
-    add_option,
-    add_problem,
-    parse,
-    read_problem,
-    sizes_text,
-)
+from mla_var3.cli.arguments import Parser, ValueType, read_problem, sizes_text
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.runtime.markdown import microseconds
 
@@ -36,35 +26,34 @@ _FLAGS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_problem(parser)
-    add_option(parser, "dtype", "NAME", "bfloat16, float16 or float32", default="bfloat16")
+    parser.add_problem()
+    parser.add_option("dtype", "NAME", "bfloat16, float16 or float32", default="bfloat16")
     text = "fp8_per_token, fp8_ds_mla or fp8, an 8-bit cache (default: none, as --dtype)"
-    add_option(parser, "cache_dtype", "NAME", text, type=ValueType(str, optional=True))
-    add_option(
-        parser, "causal", "true|false", "mask later tokens", type=ValueType(bool), default=True
+    parser.add_option("cache_dtype", "NAME", text, type=ValueType(str, optional=True))
+    parser.add_option(
+        "causal", "true|false", "mask later tokens", type=ValueType(bool), default=True
     )
     text = "tokens per page (default: none, a dense cache)"
-    add_option(parser, "page_size", "N", text, type=ValueType(int, optional=True))
+    parser.add_option("page_size", "N", text, type=ValueType(int, optional=True))
     text = "newest tokens, up to itself, that a query sees (default: none, all tokens)"
-    add_option(parser, "sliding_window", "N", text, type=ValueType(int, optional=True))
+    parser.add_option("sliding_window", "N", text, type=ValueType(int, optional=True))
     text = "fp8, a window in 8 bits (default: none, as --dtype)"
-    add_option(parser, "window_dtype", "NAME", text, type=ValueType(str, optional=True))
+    parser.add_option("window_dtype", "NAME", text, type=ValueType(str, optional=True))
     for name, (text, default) in _COUNTS.items():
-        add_option(parser, name, "N", text, type=ValueType(int), default=default)
+        parser.add_option(name, "N", text, type=ValueType(int), default=default)
     for name, text in _FLAGS.items():
-        add_flag(parser, name, text)
-    add_option(parser, "kernel", "NAME", "a kernel to insist on", default="auto")
+        parser.add_flag(name, text)
+    parser.add_option("kernel", "NAME", "a kernel to insist on", default="auto")
     parser.add_for_device(
         "device of the table to choose for (default: the GPU here, else an NVIDIA H200)",
         "device_name",
-        "device_name",
     )
-    add_json(parser)
+    parser.add_json()
 
 
 def choose_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the choice and the candidates."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     as_json = values.pop("json")
     read_problem(values)
     from mla_var3.attention.call import explain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_var3.cli.arguments import Parser, add_flag, add_option, parse
+from mla_var3.cli.arguments import Parser
 from mla_var3.cli.console import EXIT_OK, say, usage_errors
 from mla_var3.dev.clone import ClonePlan, plan_clone, write_clone
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE
@@ -14,13 +14,13 @@ def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     parser.add_argument("source", help="full name of the version to copy: mla_var6_plus_v2")
     parser.add_argument("version", help="the new version: v5")
-    add_option(parser, "language", "NAME", "cutile-dsl or cute-dsl", default=DEFAULT_LANGUAGE)
-    add_flag(parser, "dry_run", "show the new names, write nothing")
+    parser.add_option("language", "NAME", "cutile-dsl or cute-dsl", default=DEFAULT_LANGUAGE)
+    parser.add_flag("dry_run", "show the new names, write nothing")
 
 
 def clone_command(parser: Parser, argv: Sequence[str]) -> int:
     """Clone what the command line names; returns the exit code."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     with usage_errors():
         plan = plan_clone(values["source"], values["version"], values["language"])
     if values["dry_run"]:

@@ -9,101 +9,75 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.predict import plan_estimate
-from mla_var3.cli.arguments import (
-    Parser,
-    ValueType,
-    add_flag,
-    add_lengths,
-    add_option,
-    add_sizes,
-    parse,
-)
-from mla_var3.cli.console import (
-    EXIT_OK,
-    ProgressReporter,
-    UsageError,
-    print_table,
-    say,
-    show_log,
-    usage_errors,
-)
+from mla_var3.cli import console
+from mla_var3.cli.arguments import Parser
 from mla_var3.cli.options import RUN_OPTIONS, PlanParser, Request
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnsupportedError
-from mla_var3.report.compare import (
-    PREDICTED_TIME,
-    Run,
-    compare,
-    load_run,
-    run_of_record,
-    run_of_result,
-    write_comparison,
-)
+from mla_var3.report import compare as comparison
 from mla_var3.runtime import workflow
 from mla_var3.runtime.paths import KernelId, find_kernel, output_root, plan_class, timestamp
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype
 from mla_var3.runtime.profiling import profile_plan
 from mla_var3.runtime.profiling.common import stage_figures
 
-_RUN_OPTIONS = {
-    "no_autotune": "use the default tilings",
-    "retune": "search tilings again although a result is cached",
-    "check": "compare with the fp32 reference before timing",
-}
+_SHARED_OPTIONS = ("language", "prof_type", "bench_runs", "no_autotune", "retune", "check")
 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     text = "profile output folder, or kernel[:version]; the first is the baseline"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
-    add_flag(parser, "force", "also different problems or devices")
-    add_option(parser, "json", "FILE", "write the figures here too", type=Path)
+    parser.add_flag("force", "also different problems or devices")
+    parser.add_option("json", "FILE", "write the figures here too", type=Path)
     text = "folder of table and plot (default: out/compare/<timestamp>)"
-    add_option(parser, "out_dir", "FOLDER", text, type=Path)
+    parser.add_option("out_dir", "FOLDER", text, type=Path)
     group = parser.add_argument_group("kernels", "for runs that are given as kernel[:version]")
-    add_flag(group, "static", "compare predictions; runs nothing and needs no GPU")
+    group.add_flag("static", "compare predictions; runs nothing and needs no GPU")
     text = "device of the predictions (default: this one, or an NVIDIA H200)"
-    add_option(group, "for_device", "NAME", text)
+    group.add_option("for_device", "NAME", text)
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    add_sizes(group, note="", **unset)
-    add_option(group, "dtype", "NAME", "bfloat16 or float16", **unset)
-    add_lengths(group, note="", **unset)
-    add_option(group, "language", "NAME", "cutile-dsl or cute-dsl", **unset)
-    add_option(group, "prof_type", "MODE", "profiling mode", **unset)
-    add_option(group, "bench_runs", "N", "timed runs", type=ValueType(int), **unset)
-    for name, text in _RUN_OPTIONS.items():
-        add_flag(group, name, text, **unset)
+    group.add_sizes(note="", **unset)
+    group.add_option("dtype", "NAME", "bfloat16 or float16", **unset)
+    group.add_lengths(note="", **unset)
+    for name in _SHARED_OPTIONS:
+        _, text, settings = RUN_OPTIONS[name]
+        group.add_argument(f"--{name}", help=text, **settings, **unset)
 
 
 def compare_command(parser: Parser, argv: Sequence[str]) -> int:
     """Compare what the command line names; returns the exit code."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     items: list[str] = values.pop("runs")
     if len(items) < 2:
-        raise UsageError(
+        raise console.UsageError(
             f"RUN: expected at least two folders or kernel[:version] to compare, got {len(items)}"
         )
     own = {name: values.pop(name) for name in ("force", "json", "out_dir")}
     sources = [_source(item, values) for item in items]
     if values["for_device"] and not values["static"]:
-        raise UsageError("--for_device: only together with --static")
+        raise console.UsageError("--for_device: only together with --static")
     kernels = [source for source in sources if not isinstance(source, Path)]
     given = [n for n in values if n not in ("static", "for_device") or values[n]]
     if given and not kernels:
         options = ", ".join(f"--{name}" for name in given)
-        raise UsageError(f"{options}: only for runs given as kernel[:version], got folders alone")
+        raise console.UsageError(
+            f"{options}: only for runs given as kernel[:version], got folders alone"
+        )
     # Records first: one that cannot be read should not cost a profiling run.
-    recorded = {source: load_run(source) for source in sources if isinstance(source, Path)}
+    recorded = {
+        source: comparison.load_run(source) for source in sources if isinstance(source, Path)
+    }
     runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
-    result = compare(runs, force=own["force"])
+    result = comparison.compare(runs, force=own["force"])
     baseline = result.runs[0]
     title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
-    print_table(title, result.headers(), result.cells())
+    console.print_table(title, result.headers(), result.cells())
     for text in result.notes():
-        say(f"note: {text}", "yellow")
+        console.say(f"note: {text}", "yellow")
     folder = own["out_dir"] or output_root() / "compare" / timestamp()
-    say(f"comparison: {write_comparison(result, folder, own['json'])}", "bold")
-    return EXIT_OK
+    console.say(f"comparison: {comparison.write_comparison(result, folder, own['json'])}", "bold")
+    return console.EXIT_OK
 
 
 def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
@@ -111,18 +85,18 @@ def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
     path = Path(item)
     if path.exists() or "/" in item:
         return path
-    with usage_errors():
+    with console.usage_errors():
         return find_kernel(item, None, values.get("language"))
 
 
-def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
+def _made(kernel: KernelId, values: dict[str, Any]) -> comparison.Run:
     """Predict or profile a kernel with the options that all kernels share."""
     shared = {k: v for k, v in values.items() if k not in ("static", "for_device", "language")}
     parser = PlanParser(plan_class(kernel)(), kernel.full_name)
     unknown = [name for name in shared if name not in parser.flags and name not in RUN_OPTIONS]
     if unknown:
-        raise UsageError(f"--{unknown[0]}: {kernel.full_name} has no such field")
-    with usage_errors():
+        raise console.UsageError(f"--{unknown[0]}: {kernel.full_name} has no such field")
+    with console.usage_errors():
         request = parser.request(shared)
     if values["static"]:
         return _predicted(request.plan, values["for_device"])
@@ -132,41 +106,41 @@ def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
 CALL_TIME, STEADY_TIME = "call time, predicted (us)", "call time, steady (us)"
 
 
-def _predicted(plan: KernelPlan, device: str | None) -> Run:
-    with usage_errors():
+def _predicted(plan: KernelPlan, device: str | None) -> comparison.Run:
+    with console.usage_errors():
         spec = device_spec(device) if device else workflow.planning_device()
     dtype = plan_dtype(plan)
     chosen = plan.resolved(Target.of(spec))
     stage = workflow.empty_stage(chosen)
-    total = vars(stage_figures(stage, None, None, spec, dtype))
+    total = stage_figures(stage, spec, dtype)
     expected = plan_estimate(chosen, spec)
     if expected is not None and expected.fitted:
-        total["extra"] = {PREDICTED_TIME: expected.kernel_us, CALL_TIME: expected.call_us}
+        total.extra = {comparison.PREDICTED_TIME: expected.kernel_us, CALL_TIME: expected.call_us}
         if expected.steady_call_us is not None:
-            total["extra"][STEADY_TIME] = expected.steady_call_us
-    return run_of_record(
-        {
-            "kernel": chosen.name,
-            "prof_type": "predicted",
-            "device": spec.name,
-            "params": chosen.params(),
-            "total": total,
-            "stages": [vars(stage_figures(k, None, None, spec, dtype)) for k in stage.kernels()],
-        }
+            total.extra[STEADY_TIME] = expected.steady_call_us
+    return comparison.Run(
+        label=chosen.name,
+        kernel=chosen.name,
+        language=chosen.kernel_id.language,
+        mode="predicted",
+        device=spec.name,
+        params=chosen.params(),
+        total=total,
+        stages={kernel.name: stage_figures(kernel, spec, dtype) for kernel in stage.kernels()},
     )
 
 
-def _profiled(request: Request) -> Run:
+def _profiled(request: Request) -> comparison.Run:
     if not workflow.cuda_available():
         raise UnsupportedError(
             f"{request.plan.name}: expected a GPU to run it on, got none; --static compares "
             "predictions, and folders of earlier runs can be compared anywhere"
         )
-    show_log()
-    with ProgressReporter() as progress:
+    console.show_log()
+    with console.ProgressReporter() as progress:
         result = profile_plan(
             request.plan, request.mode, dataclasses.replace(request.run, progress=progress)
         )
     if result.check is not None:
         result.check.require()
-    return run_of_result(result)
+    return comparison.run_of_result(result)

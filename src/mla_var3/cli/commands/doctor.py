@@ -14,14 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, ValueType, add_json, add_option, parse
+from mla_var3.cli.arguments import Parser, ValueType
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.widths import (
-    LATENT_WIDTHS,
-    LatentWidths,
-    served_widths,
-)
+from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS, LatentWidths, served_widths
 from mla_var3.runtime.environment import environment, installed, version_numbers
 
 PLUGIN = "hyper_mla"
@@ -63,8 +59,6 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        subject: what.
-        found: what is there.
         verdict: "ok", "missing", "refused" or "note".
         advice: what to do; empty where nothing.
     """
@@ -77,14 +71,14 @@ class Finding:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_option(parser, "model", "FOLDER", "a model with its config.json", type=Path)
-    add_option(parser, "tp", "N", "GPUs per model", type=ValueType(int), default=1)
-    add_json(parser)
+    parser.add_option("model", "FOLDER", "a model with its config.json", type=Path)
+    parser.add_option("tp", "N", "GPUs per model", type=ValueType(int), default=1)
+    parser.add_json()
 
 
 def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the findings and the command to start an engine with; 1 where something is missing."""
-    values = parse(parser, list(argv))
+    values = parser.parse(argv)
     findings, commands = diagnose(values["model"], values["tp"])
     blocked = [finding for finding in findings if finding.verdict in ("missing", "refused")]
     if values["json"]:

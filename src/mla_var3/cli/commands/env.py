@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, add_json, parse
+from mla_var3.cli.arguments import Parser
 from mla_var3.cli.console import print_json, print_table, say
 from mla_var3.conf.devices import DeviceSpec, device_spec, load_devices
 from mla_var3.errors import UnknownNameError
@@ -75,12 +75,12 @@ def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_json(parser)
+    parser.add_json()
 
 
 def env_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print what this machine offers."""
-    as_json = parse(parser, argv)["json"]
+    as_json = parser.parse(argv)["json"]
     facts = env_facts()
     if as_json:
         print_json(facts)

@@ -10,19 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mla_var3.cli.arguments import Parser, leading_words, parse, take_kernel
-from mla_var3.cli.console import (
-    EXIT_FAILED,
-    EXIT_OK,
-    ProgressReporter,
-    UsageError,
-    guarded,
-    print_check,
-    print_result,
-    say,
-    show_log,
-    usage_errors,
-)
+from mla_var3.cli import console
+from mla_var3.cli.arguments import Parser, leading_words, take_kernel
 from mla_var3.cli.options import PlanParser, Request
 from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime import paths
@@ -47,18 +36,13 @@ CPU_CHECK_FLOPS = 3e9
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m mla_var3.kernel <kernel> [<version>] [options]`; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _main(arguments))
+    return console.guarded(lambda: _main(arguments))
 
 
 def main_for_design(package: str, argv: Sequence[str] | None = None) -> int:
-    """`python -m mla_var3.kernel.<language>.<layer>.<design> [<version>] [options]`.
-
-    Args:
-        package: the design's package; its `__main__` passes `__package__`.
-        argv: arguments, those of the process by default.
-    """
+    """`python -m mla_var3.kernel.<language>.<layer>.<design> [<version>] [options]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _main_for_design(package, arguments))
+    return console.guarded(lambda: _main_for_design(package, arguments))
 
 
 def run_plan(plan: KernelPlan, argv: Sequence[str] | None = None) -> int:
@@ -69,7 +53,7 @@ def run_plan(plan: KernelPlan, argv: Sequence[str] | None = None) -> int:
         importable = _importable(plan)
         return _run(importable, arguments, importable.name)
 
-    return guarded(run)
+    return console.guarded(run)
 
 
 def _main(argv: list[str]) -> int:
@@ -85,15 +69,15 @@ def _main(argv: list[str]) -> int:
         epilog="kernels: " + ", ".join(kernels),
     )
     if rest:
-        parse(parser, rest)
-    raise UsageError(f"kernel: expected one of {', '.join(kernels)}, got none")
+        parser.parse(rest)
+    raise console.UsageError(f"kernel: expected one of {', '.join(kernels)}, got none")
 
 
 def _main_for_design(package: str, argv: list[str]) -> int:
     folder, _, design = package.removeprefix(f"{paths.KERNEL_PACKAGE}.").split(".")
     languages = {name: key for key, name in paths.LANGUAGES.items()}
     words, rest = leading_words(argv, 1)
-    with usage_errors():
+    with console.usage_errors():
         kernel = paths.find_kernel(design, words[0] if words else None, languages[folder])
     return run_kernel(kernel, rest, f"python -m {package}")
 
@@ -136,13 +120,13 @@ def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
     module = sys.modules.get(type(plan).__module__)
     contract = inspect.cleandoc((module and module.__doc__) or type(plan).__doc__ or "")
     parser = PlanParser(plan, prog, contract.split("\n\n")[0])
-    with usage_errors():
-        values = parse(parser, argv)
+    with console.usage_errors():
+        values = parser.parse(argv)
         language = plan.kernel_id.language
         if values.get("language", language) != language:
             if values["language"] not in paths.LANGUAGES:
                 raise UnknownNameError("language", values["language"], paths.LANGUAGES)
-            raise UsageError(
+            raise console.UsageError(
                 f"--language: this is the {language} kernel; use python -m {paths.KERNEL_PACKAGE} "
                 f"{plan.kernel_id.design} --language={values['language']}"
             )
@@ -155,7 +139,6 @@ class Route:
     """How this machine serves a request.
 
     Attributes:
-        mode: profiling mode.
         on_cpu: whether kernels run, if at all, in the interpreter.
         check: whether the check runs beside the mode, on the CPU.
         may_shrink: whether a problem too large for the interpreter may be run at smaller sizes.
@@ -184,10 +167,12 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
             pick_device(device)  # a missing GPU is the error to show, not what it would have run
         mode = default_mode("cpu" if on_cpu else "cuda")
     if compile_only and mode is not static:
-        raise UsageError(f"--target: only for --prof_type=static, got {mode.value}")
+        raise console.UsageError(f"--target: only for --prof_type=static, got {mode.value}")
     if request.tiling_given and request.run.autotune and not (mode is static or on_cpu):
         given = ", ".join(f"--{name}" for name in request.tiling_given)
-        raise UsageError(f"{given}: expected together with --no_autotune, which was not given")
+        raise console.UsageError(
+            f"{given}: expected together with --no_autotune, which was not given"
+        )
     if device == "cuda" and not (mode is static and not request.run.check):
         pick_device(device)
     by_default = on_cpu and request.mode is None and not compile_only
@@ -243,8 +228,8 @@ def execute(request: Request) -> int:
     """Run a request and print what came out; returns the exit code."""
     route = choose_route(request, cuda_available())
     if route.message:
-        say(route.message, "bold")
-    show_log()
+        console.say(route.message, "bold")
+    console.show_log()
     plan, run = request.plan, request.run
     static = route.mode is NsightProfType.STATIC
     if route.check and not route.may_shrink:
@@ -255,27 +240,27 @@ def execute(request: Request) -> int:
             require_valid(kernel.tiling, kernel.plan)
     if route.may_shrink and not static:
         plan = checkable(plan)
-    with ProgressReporter() as progress:
+    with console.ProgressReporter() as progress:
         # Static mode runs nothing; what --check asks for is done beside it.
         asked = dataclasses.replace(run, check=run.check and not static, progress=progress)
         result = profile_plan(plan, route.mode, asked)
-    print_result(result)
+    console.print_result(result)
     check = result.check
     if route.check:
         plan = checkable(plan) if route.may_shrink else plan
-        with ProgressReporter() as progress:
+        with console.ProgressReporter() as progress:
             device = "cpu" if route.on_cpu else run.device
             options = RunOptions(device=device, autotune=False, check=True, progress=progress)
             prepared = prepare(plan, options)
         plan, check = prepared.plan, prepared.check
     if check is not None:
         where = "CPU interpreter" if route.on_cpu else "GPU"
-        print_check(check, f"check on the {where}: {describe_sizes(plan)}")
+        console.print_check(check, f"check on the {where}: {describe_sizes(plan)}")
     if result.out_dir is not None:
-        say(f"report: {result.out_dir / 'report.md'}", "bold")
+        console.say(f"report: {result.out_dir / 'report.md'}", "bold")
     passed = check is None or check.passed
     compiled = not any(report.error for report in compile_reports(result))
-    return EXIT_OK if passed and compiled else EXIT_FAILED
+    return console.EXIT_OK if passed and compiled else console.EXIT_FAILED
 
 
 def checkable(plan: KernelPlan) -> KernelPlan:
@@ -284,7 +269,7 @@ def checkable(plan: KernelPlan) -> KernelPlan:
     if flops <= CPU_CHECK_FLOPS:
         return plan
     small = plan.cpu_check_plan()
-    say(
+    console.say(
         f"{describe_sizes(plan)} is {flops / 1e9:.3g} GFLOP, too much for the interpreter: it runs "
         f"{describe_sizes(small)} instead; --device=cpu --check runs the full problem"
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, add_json, parse
+from mla_var3.cli.arguments import Parser
 from mla_var3.cli.console import print_json, print_table, say
 from mla_var3.conf.models import models
 from mla_var3.runtime import paths
@@ -77,12 +77,12 @@ def inventory() -> list[dict[str, Any]]:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_json(parser)
+    parser.add_json()
 
 
 def list_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print all kernels."""
-    as_json = parse(parser, argv)["json"]
+    as_json = parser.parse(argv)["json"]
     rows = inventory()
     if as_json:
         print_json(rows)
@@ -110,12 +110,8 @@ def list_command(parser: Parser, argv: Sequence[str]) -> int:
             if reason and reason != no_gpu:
                 say(f"{place.upper()}, no: {reason}")
     say("")
-    _print_models()
+    widths = [(m.name, *m.widths, m.heads, ", ".join(m.aliases)) for m in models().values()]
+    print_table("models", ("model", "k", "d", "p", "v", "heads", "the same attention"), widths)
+    say("models: for --model; widths: k latent, d head, p rope, v value; see docs/models.md")
     say("hyper-mla show <kernel> tells more; hyper-mla run <kernel> --help lists its options")
     return 0
-
-
-def _print_models() -> None:
-    rows = [(m.name, *m.widths, m.heads, ", ".join(m.aliases)) for m in models().values()]
-    print_table("models", ("model", "k", "d", "p", "v", "heads", "the same attention"), rows)
-    say("models: for --model; widths: k latent, d head, p rope, v value; see docs/models.md")

@@ -18,11 +18,6 @@ from mla_var3.cli.arguments import (
     CALL_SIZES,
     Parser,
     ValueType,
-    add_json,
-    add_lengths,
-    add_option,
-    add_problem,
-    parse,
     read_lengths,
     read_problem,
     sizes_text,
@@ -82,41 +77,40 @@ _WAYS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_problem(parser)
+    parser.add_problem()
     number = ValueType(int)
     text = (
         "memory for decompressed keys and values: bytes, or with a unit such as 4GiB; of one "
         "layer, or of all with --layers"
     )
-    add_option(parser, "budget", "AMOUNT", text, required=True)
-    add_option(parser, "layers", "N", "layers that share the budget (default: 1)", type=number)
+    parser.add_option("budget", "AMOUNT", text, required=True)
+    parser.add_option("layers", "N", "layers that share the budget", type=number, default=1)
     text = (
         "of the decompressed keys and values: bfloat16, float16, or fp8 (e4m3 with a scale per "
         "token and head, all else bfloat16)"
     )
-    add_option(parser, "dtype", "NAME", text, default="bfloat16")
+    parser.add_option("dtype", "NAME", text, default="bfloat16")
     text = "fp8: the window in 8 bits, all else as --dtype (default: none, as --dtype)"
-    add_option(parser, "window_dtype", "NAME", text, type=ValueType(str, optional=True))
-    add_lengths(parser)
+    parser.add_option("window_dtype", "NAME", text, type=ValueType(str, optional=True))
+    parser.add_lengths()
     text = "plan for first tokens that requests share, not for a window"
-    add_option(parser, "prefix", "N", text, type=number)
+    parser.add_option("prefix", "N", text, type=number)
     text = "groups of requests, each with a prefix of its own"
-    add_option(parser, "groups", "N", text, type=number, default=1)
+    parser.add_option("groups", "N", text, type=number, default=1)
     parser.add_for_device(
         "device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
         "device_name",
-        "device_name",
     )
     text = "fitted parameters (default: those that ship for the device, else its table entry)"
-    add_option(parser, "parameters", "FILE", text, type=Path)
-    add_json(parser)
+    parser.add_option("parameters", "FILE", text, type=Path)
+    parser.add_json()
     text = "folder of table and plots (default: out/plan/<timestamp>; none with --json)"
-    add_option(parser, "out_dir", "FOLDER", text, type=Path)
+    parser.add_option("out_dir", "FOLDER", text, type=Path)
 
 
 def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the plan, and write it with its plots."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     layers, out_dir, device = values["layers"], values["out_dir"], values["device_name"]
     with usage_errors():
         spec = planning_device() if device is None else device_spec(device)
@@ -132,13 +126,13 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
                 raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
         budget = parse_bytes(values["budget"])
-        _show_prefix(plan_prefix(shared, spec, budget, layers or 1), values["json"], out_dir)
+        _show_prefix(plan_prefix(shared, spec, budget, layers), values["json"], out_dir)
         return 0
     plan = plan_window(
         problem,
         MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form),
         parse_bytes(values["budget"]),
-        layers=1 if layers is None else layers,
+        layers=layers,
         multiple=WINDOW_STEP,
         memory_bytes=int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else None,
     )

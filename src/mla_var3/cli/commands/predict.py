@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_var3.cli.arguments import (
-    Parser,
-    add_json,
-    add_lengths,
-    add_option,
-    add_problem,
-    parse,
-    read_lengths,
-    read_problem,
-    sizes_text,
-    width_notes,
-)
+from mla_var3.cli.arguments import Parser, read_lengths, read_problem, sizes_text, width_notes
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.model.times import IDEAL
@@ -26,16 +15,16 @@ from mla_var3.runtime.markdown import microseconds
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_problem(parser)
-    add_option(parser, "dtype", "NAME", "bfloat16 or float16", default="bfloat16")
-    add_lengths(parser)
-    parser.add_for_device("one device of the table (default: all of them)", "device", "device")
-    add_json(parser)
+    parser.add_problem()
+    parser.add_option("dtype", "NAME", "bfloat16 or float16", default="bfloat16")
+    parser.add_lengths()
+    parser.add_for_device("one device of the table (default: all of them)", "device")
+    parser.add_json()
 
 
 def predict_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the predicted times of all kernels."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     with usage_errors():
         device = values.pop("device")
         specs = [device_spec(device)] if device is not None else list(load_devices().values())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_var3.cli.arguments import Parser, add_option, take_kernel
-from mla_var3.cli.console import EXIT_OK, UsageError
+from mla_var3.cli.arguments import Parser, require_kernel
 
 EPILOG = """\
 The other options are those of the kernel, as for run:
@@ -21,17 +20,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     text = "profiling mode (default: the richest one that runs here)"
-    add_option(parser, "prof_type", "MODE", text)
+    parser.add_option("prof_type", "MODE", text)
 
 
 def profile_command(parser: Parser, argv: Sequence[str]) -> int:
     """Profile what the command line names; returns the exit code."""
     from mla_var3.cli.commands.kernel import run_kernel
 
-    kernel, rest = take_kernel(argv)
-    if kernel is not None:
-        return run_kernel(kernel, rest, f"hyper-mla profile {kernel.full_name}")
-    if {"-h", "--help"} & set(rest):
-        parser.print_help()
-        return EXIT_OK
-    raise UsageError("kernel: expected the name of a kernel, got none")
+    kernel, rest = require_kernel(parser, argv)
+    return run_kernel(kernel, rest, f"hyper-mla profile {kernel.full_name}")

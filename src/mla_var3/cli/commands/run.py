@@ -7,19 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import (
-    CALL_SIZES,
-    SIZES,
-    Parser,
-    ValueType,
-    add_flag,
-    add_model,
-    add_option,
-    add_sizes,
-    parse,
-    read_model,
-    take_kernel,
-)
+from mla_var3.cli.arguments import CALL_SIZES, SIZES, Parser, ValueType, read_model, take_kernel
 from mla_var3.cli.console import UsageError
 
 EPILOG = """\
@@ -35,16 +23,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", nargs="?", help="kernel id; left out: the main job")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     job = parser.add_argument_group("main job")
-    add_flag(job, "quick", "smaller steps, about half the time")
-    add_option(job, "device", "NAME", "auto, cuda or cpu", default="auto")
+    job.add_flag("quick", "smaller steps, about half the time")
+    job.add_option("device", "NAME", "auto, cuda or cpu", default="auto")
     text = "folder of the report (default: out/overview/<timestamp>)"
-    add_option(job, "out_dir", "FOLDER", text, type=Path)
+    job.add_option("out_dir", "FOLDER", text, type=Path)
     text = "time to search tilings on a GPU, for all kernels together (default: 15)"
-    add_option(job, "tune_seconds", "SECONDS", text, type=ValueType(float))
+    job.add_option("tune_seconds", "SECONDS", text, type=ValueType(float))
     text = "the peers' libraries, where they are not installed"
-    add_option(job, "peer_libs", "FOLDER", text, type=Path)
-    add_sizes(job, CALL_SIZES, default=argparse.SUPPRESS)
-    add_model(job)
+    job.add_option("peer_libs", "FOLDER", text, type=Path)
+    job.add_sizes(CALL_SIZES, default=argparse.SUPPRESS)
+    job.add_model()
 
 
 def run_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -56,7 +44,7 @@ def run_command(parser: Parser, argv: Sequence[str]) -> int:
         return run_kernel(kernel, rest, prog=f"hyper-mla run {kernel.full_name}")
     from mla_var3.cli.commands.overview import overview_command
 
-    values = parse(parser, rest)
+    values = parser.parse(rest)
     return overview_command({**values, "sizes": _sizes(values)})
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, add_json, parse, take_kernel
-from mla_var3.cli.console import EXIT_OK, UsageError, print_json, print_table, say, usage_errors
+from mla_var3.cli.arguments import Parser, require_kernel
+from mla_var3.cli.console import EXIT_OK, print_json, print_table, say, usage_errors
 from mla_var3.cli.options import PlanParser
 from mla_var3.runtime import paths
 from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number
@@ -22,21 +22,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     parser.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl")
-    add_json(parser)
+    parser.add_json()
 
 
 def show_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print what one kernel offers, and its cost for the problem that the options describe."""
-    kernel, rest = take_kernel(argv)
-    if kernel is None:
-        if {"-h", "--help"} & set(rest):
-            parser.print_help()
-            return EXIT_OK
-        raise UsageError("kernel: expected the name of a kernel, got none")
+    kernel, rest = require_kernel(parser, argv)
     own = PlanParser(paths.plan_class(kernel)(), f"hyper-mla show {kernel.full_name}")
-    add_json(own)
+    own.add_json()
     with usage_errors():
-        values = parse(own, rest)
+        values = own.parse(rest)
         request = own.request(values)
     facts = _facts(kernel, request.plan)
     if values["json"]:

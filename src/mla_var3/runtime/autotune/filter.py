@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime.autotune.history import Entry, canonical
 from mla_var3.runtime.autotune.units import Member, Unit, member
@@ -14,16 +16,9 @@ from mla_var3.runtime.compile import CompileReport, compile_report, fits_shared_
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
 from mla_var3.runtime.stage import KernelStage, Tiling, constraint_failures
 
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-
 log = logging.getLogger(__name__)
 
-_SECONDS_PER_CANDIDATE = 0.5
-
-
-def _time(launch: Callable[[], None]) -> Timing:
-    return time_gpu(launch, cold_l2=True, max_seconds=_SECONDS_PER_CANDIDATE)
+_time = partial(time_gpu, cold_l2=True, max_seconds=0.5)
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment, toolkit_versions
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import KernelStage
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +68,6 @@ class StageTuning:
         results: all candidates so far.
         from_cache: nothing was timed now, the history had it.
         complete: all candidates were handled; False when a limit ended the search.
-        candidates: how many there are.
     """
 
     stage: str
@@ -196,9 +193,9 @@ class History:
         timing: Timing | None = None,
         compiled: dict[str, Any] | None = None,
         save: bool = True,
-    ) -> None:
+    ) -> Entry:
         """Note an outcome and write the file, unless it costs nothing to find again (`save`)."""
-        self._entries[canonical(config)] = Entry(
+        entry = self._entries[canonical(config)] = Entry(
             config=json.loads(canonical(config)),
             status=status,
             reason=reason,
@@ -208,6 +205,7 @@ class History:
         self.complete = False
         if save:
             self.save()
+        return entry
 
     def finish(self, complete: bool) -> None:
         """Note whether all candidates were handled, and write the file."""
@@ -233,20 +231,6 @@ class History:
             "results": self.entries,
         }
         write_atomic(self.path, json.dumps(content, indent=1, default=_plain) + "\n")
-
-    def tuning(self, best: Entry | None, *, from_cache: bool, candidates: int) -> StageTuning:
-        """The outcome as the caller sees it."""
-        return StageTuning(
-            stage=self.key["stage"],
-            key=self.key,
-            path=self.path,
-            best=None if best is None else best["config"],
-            best_us=median_us(best) if best is not None and is_timed(best) else None,
-            results=self.entries,
-            from_cache=from_cache,
-            complete=self.complete,
-            candidates=candidates,
-        )
 
 
 def is_timed(entry: Entry) -> bool:

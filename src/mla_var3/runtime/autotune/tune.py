@@ -12,15 +12,17 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.autotune.filter import Check, Instruments, StaticFilter
 from mla_var3.runtime.autotune.history import (
     Entry,
     History,
     StageTuning,
+    Status,
     canonical,
     history_path,
     is_timed,
@@ -33,7 +35,6 @@ from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Stage, constraint_failures
 
 if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
     from mla_var3.runtime.workflow import RunOptions
 
 __all__ = ["Entry", "Instruments", "StageTuning", "autotune", "refine_plan"]
@@ -59,13 +60,8 @@ def autotune(
     A kernel outside a `ConcurrentKernels` group is tuned alone, the kernels of a group together.
     The active tilings are candidates too, the first ones.
 
-    Args:
-        stage: the runtime object, with tensors on the device.
-        plan: the plan that built it.
-        spec: the device.
-        options: `retune`, `tune_max_iters`, `tune_seconds` and `progress` are used. The stages
-            share the seconds evenly; what one does not need is left to the others.
-        instruments: what to compile and time with; the GPU by default.
+    Of the options `retune`, `tune_max_iters`, `tune_seconds` and `progress` are used. The stages
+    share the seconds evenly; what one does not need is left to the others.
 
     Returns:
         The outcome per kernel or group, by name.
@@ -75,23 +71,15 @@ def autotune(
     """
     instruments = instruments or Instruments()
     outcomes: dict[str, StageTuning] = {}
-    earlier: list[Unit] = []
-    units = list(units_of(stage))
+    units = units_of(stage)
     end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
     for place, unit in enumerate(units):
         now = time.monotonic()
         deadline = now + max(end - now, 0.0) / (len(units) - place)
         key = tuning_key(plan, spec, unit.name, unit.kernels.values())
         history = History(history_path(plan, spec, key), key, retune=options.retune)
-
-        def run_earlier(units: tuple[Unit, ...] = tuple(earlier)) -> None:
-            # A kernel may read what the ones before it write, and its time may depend on it.
-            for before in units:
-                before.stage.launch()
-
-        search = Search(unit, spec, options, history, instruments, run_earlier, deadline)
+        search = Search(unit, spec, options, history, instruments, units[:place], deadline)
         outcomes[unit.name] = search.run()
-        earlier.append(unit)
     return outcomes
 
 
@@ -101,14 +89,9 @@ def refine_plan(
     """Let timing choose between a plan and its neighbours.
 
     Each is timed as a whole, with tuned tilings when `options.autotune` is set. The outcome is kept
-    like that of a stage named `<kernel>.refine`.
-
-    Args:
-        plan: the plan as the model chose it.
-        spec: the device.
-        options: as for `autotune`; `tune_max_iters` bounds the tuning of each plan, not their
-            number. The plans share the seconds as the stages of one do.
-        instruments: what to compile and time with; the GPU by default.
+    like that of a stage named `<kernel>.refine`. The options are those of `autotune`:
+    `tune_max_iters` bounds the tuning of each plan, not their number, and the plans share the
+    seconds as the stages of one do.
 
     Returns:
         The fastest plan; the given one when none could be timed.
@@ -186,16 +169,20 @@ class Search:
         options: RunOptions,
         history: History,
         instruments: Instruments,
-        before: Callable[[], None],
-        deadline: float = math.inf,
+        before: Sequence[Unit],
+        deadline: float,
     ) -> None:
-        """Collect the candidates."""
+        """Collect the candidates.
+
+        The units `before` are launched once: a kernel may read what the ones before it write, and
+        its time may depend on it.
+        """
         self._deadline = deadline
         self._unit = unit
         self._options = options
         self._history = history
         self._instruments = instruments
-        self._before: Callable[[], None] | None = before
+        self._before = before
         self._filter = StaticFilter(unit, spec, instruments, history.entries)
         candidates = unit.candidates()
         # Nearest to the defaults and to the author's order first, whichever kernel differs.
@@ -221,7 +208,17 @@ class Search:
         return self._tuning(best, from_cache)
 
     def _tuning(self, best: Entry | None, from_cache: bool) -> StageTuning:
-        return self._history.tuning(best, from_cache=from_cache, candidates=len(self._combos))
+        return StageTuning(
+            stage=self._unit.name,
+            key=self._history.key,
+            path=self._history.path,
+            best=None if best is None else best["config"],
+            best_us=median_us(best) if best is not None and is_timed(best) else None,
+            results=self._history.entries,
+            from_cache=from_cache,
+            complete=self._history.complete,
+            candidates=len(self._combos),
+        )
 
     def _search(self) -> None:
         if len(self._combos) > _LARGE_SEARCH and self._options.tune_max_iters is None:
@@ -302,9 +299,9 @@ class Search:
         return {name: self._filter.check(name, tiling) for name, tiling in named}
 
     def _time(self, combo: Combo) -> None:
-        if self._before is not None:
-            self._before()
-            self._before = None
+        for unit in self._before:
+            unit.stage.launch()
+        self._before = ()
         checks = self._checks(combo)
         config, compiled = self._unit.config(combo), self._filter.summary(checks)
         self._unit.set_tilings(combo)
@@ -340,11 +337,10 @@ class Search:
         if entry is None:
             refusals = self._constraint_failures(combo)
             reason = "; ".join(refusals) or "the only candidate, not timed"
-            self._history.record(config, "rejected" if refusals else "ok", reason, save=False)
+            status: Status = "rejected" if refusals else "ok"
+            entry = self._history.record(config, status, reason, save=False)
             self._history.finish(complete=True)
-            entry = self._history.get(config)
-        usable = entry if entry is not None and entry["status"] == "ok" else None
-        return self._tuning(usable, from_cache)
+        return self._tuning(entry if entry["status"] == "ok" else None, from_cache)
 
     def _is_settled(self, combo: Combo, *, soft: bool = False) -> bool:
         """Whether the history says what became of a candidate; `soft` as in `_scan`."""

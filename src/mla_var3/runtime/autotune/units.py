@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from mla_var3.runtime.autotune.history import canonical
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
-from mla_var3.runtime.stage import KernelStage, Stage, Tiling
-
-S = TypeVar("S", bound=Stage)
+from mla_var3.runtime.stage import KernelStage, Stage, Tiling, by_unique_name
 
 Combo = tuple[Tiling, ...]
 """One tiling per kernel of a unit."""
@@ -83,8 +81,8 @@ class Unit:
 def units_of(stage: Stage) -> list[Unit]:
     """The tuning units of a runtime object, in launch order."""
     return [
-        Unit(name, part, _by_unique_name(list(part.kernels())), tuple(_groups(part)))
-        for name, part in _by_unique_name(list(_parts(stage))).items()
+        Unit(name, part, by_unique_name(part.kernels()), tuple(_groups(part)))
+        for name, part in by_unique_name(_parts(stage)).items()
     ]
 
 
@@ -102,17 +100,6 @@ def _groups(stage: Stage, start: int = 0) -> Iterator[tuple[ConcurrentKernels, s
     for part in (*getattr(stage, "stages", ()), *getattr(stage, "concurrent_kernels", ())):
         yield from _groups(part, start)
         start += sum(1 for _ in part.kernels())
-
-
-def _by_unique_name(stages: Sequence[S]) -> dict[str, S]:
-    """Stages by name; one that runs twice gets a number, since each run is tuned for itself."""
-    found: dict[str, S] = {}
-    for stage in stages:
-        name, number = stage.name, 2
-        while name in found:
-            name, number = f"{stage.name}.{number}", number + 1
-        found[name] = stage
-    return found
 
 
 def _distinct(tilings: Sequence[Tiling]) -> list[Tiling]:

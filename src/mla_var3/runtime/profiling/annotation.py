@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.markdown import write_csv
-from mla_var3.runtime.paths import write_atomic
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
-from mla_var3.runtime.profiling.common import (
-    header,
-    profiling_mode,
-    roofline_warning,
-    write_artifacts,
-)
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
+from mla_var3.runtime.profiling.ncu import text
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
-from mla_var3.runtime.profiling.ncu.text import (
-    contract,
-    issues_table,
-    method_sections,
-    metrics_table,
-    roofline_table,
-    whole_note,
-    write_roofline,
-)
 from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
 
 DEFAULT_RUNS = 3
 _MODE = NsightProfType.ANNOTATION
@@ -45,7 +26,7 @@ def annotation_available() -> str | None:
     return counters_problem()
 
 
-@profiling_mode(_MODE, gpu=True)
+@common.profiling_mode(_MODE, gpu=True)
 def annotation_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and profile every stage of a plan under Nsight Compute."""
     session = profile(_MODE, plan, run, metrics=annotation_metrics(), runs=DEFAULT_RUNS)
@@ -54,11 +35,10 @@ def annotation_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 
 def write_annotation(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
-    result, folder = make_result(session), session.folder
-    write_artifacts(folder, result.record, session.prepared)
+    result = make_result(session)
+    common.write_artifacts(result, session.prepared, _report(session, result))
     _write_metrics(session, result)
-    write_roofline(session, result)
-    write_atomic(folder / "report.md", _report(session, result))
+    text.write_roofline(session, result)
     return result
 
 
@@ -85,20 +65,17 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     )
 
 
-def _report(session: Session, result: ProfileResult) -> str:
-    parts = [
-        header(f"{result.kernel}, annotation mode", result.record),
-        contract(session),
+def _report(session: Session, result: ProfileResult) -> list[str]:
+    return [
+        common.header(f"{result.kernel}, annotation mode", result.record),
+        text.contract(session),
         "## Measured against roofline\n",
-        roofline_table(session, result),
-        whole_note(session),
-        roofline_warning(result),
-    ]
-    parts += [
+        text.roofline_table(session, result),
+        text.whole_note(session),
+        common.roofline_warning(result),
         "## Nsight Compute metrics\n",
-        metrics_table(result),
+        text.metrics_table(result),
         "## Outside the healthy ranges\n",
-        issues_table(session),
-        *method_sections(session, result),
+        text.issues_table(session),
+        *text.method_sections(session, result),
     ]
-    return "\n".join(part for part in parts if part)

@@ -6,33 +6,23 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.runtime import paths
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
-from mla_var3.runtime.paths import (
-    find_kernel,
-    output_folder,
-    plan_class,
-    profile_path,
-    write_atomic,
-)
-from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.profiling.clocks import ClockState
-    from mla_var3.runtime.stage import KernelStage, Stage
-    from mla_var3.runtime.workflow import Prepared
+from mla_var3.runtime.stage import KernelStage, Stage
+from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +32,8 @@ def profiling_mode(
 ) -> Callable[[Callable[[KernelPlan, RunOptions], ProfileResult]], Callable[..., ProfileResult]]:
     """Make the public function of a mode from one that takes a plan and its run options.
 
-    A mode that measures, `gpu`, refuses the CPU.
+    With `version` it runs another version of the plan's design instead. Arguments win over
+    `options`. A mode that measures, `gpu`, refuses the CPU.
     """
 
     def decorate(
@@ -58,16 +49,6 @@ def profiling_mode(
             *,
             options: RunOptions | None = None,
         ) -> ProfileResult:
-            """Profile a plan.
-
-            Args:
-                plan: what to run.
-                out_dir: folder for the artifacts.
-                version: another version of the plan's design to run instead.
-                label: suffix of the artifact folder.
-                bench_runs: timed, recorded or profiled runs; each mode has its own default.
-                options: everything else; the arguments above win over it.
-            """
             folder = None if out_dir is None else Path(out_dir)
             given = {"out_dir": folder, "label": label, "bench_runs": bench_runs}
             changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
@@ -97,14 +78,12 @@ def measuring(
             yield prepared, folder
 
 
-@contextmanager
-def artifact_folder(mode: NsightProfType, plan: KernelPlan, options: RunOptions) -> Iterator[Path]:
+def artifact_folder(
+    mode: NsightProfType, plan: KernelPlan, options: RunOptions
+) -> AbstractContextManager[Path]:
     """The folder for the artifacts; one that stays empty, because the run failed, is removed."""
-    wanted = options.out_dir or profile_path(
-        mode.value, plan.name, plan.params_label(), options.label
-    )
-    with output_folder(wanted) as folder:
-        yield folder
+    made = paths.profile_path(mode.value, plan.name, plan.params_label(), options.label)
+    return paths.output_folder(options.out_dir or made)
 
 
 def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
@@ -112,7 +91,7 @@ def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     if version is None:
         return plan
     kernel = plan.kernel_id
-    other = plan_class(find_kernel(kernel.design, version, kernel.language))
+    other = paths.plan_class(paths.find_kernel(kernel.design, version, kernel.language))
     fields = {f.name for f in dataclasses.fields(other)}
     found: KernelPlan = other(**{k: v for k, v in plan.params().items() if k in fields})
     return found
@@ -141,18 +120,22 @@ def measured_result(
     total: StageFigures,
     stages: list[StageFigures],
     folder: Path,
-    clocks: ClockState,
+    clocks: ClockState | None = None,
 ) -> ProfileResult:
-    """The result of a mode that measured, with its record; nothing is written yet."""
-    spec = prepared.require_device()
-    record = make_record(mode, prepared.plan, spec)
+    """The result of a mode that measured, with its record; nothing is written yet.
+
+    Without `clocks` they are those of now.
+    """
+    record = make_record(mode, prepared.plan, prepared.require_device())
+    clocks = clocks or announce_clocks(record["environment"])
     record |= {
         "total": vars(total),
         "stages": [vars(figures) for figures in stages],
         "tilings": {name: tiling.to_dict() for name, tiling in prepared.stage.tilings().items()},
         "check": prepared.check.to_dict() if prepared.check else None,
         "clocks": dict(vars(clocks)),
-        "above_roofline": above_roofline(total, prepared.stage, spec, plan_dtype(prepared.plan)),
+        # A time that beats the specified peaks means that something is wrong.
+        "above_roofline": (total.of_roofline_pct or 0.0) > 100.0,
     }
     return ProfileResult(
         kernel=prepared.plan.name,
@@ -176,21 +159,27 @@ def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) ->
     return None
 
 
-def write_artifacts(folder: Path, record: dict[str, Any], prepared: Prepared) -> None:
-    """`params.json`, and `tiling/` with the active tilings and the autotuning histories."""
-    write_json(folder / "params.json", record)
-    tiling_dir = folder / "tiling"
+def write_artifacts(result: ProfileResult, prepared: Prepared, report: Iterable[str]) -> None:
+    """`report.md`, `params.json`, and `tiling/` with active tilings and autotuning histories."""
+    assert result.out_dir is not None
+    paths.write_atomic(result.out_dir / "report.md", "\n".join(part for part in report if part))
+    write_json(result.out_dir / "params.json", result.record)
+    tiling_dir = result.out_dir / "tiling"
     tiling_dir.mkdir(exist_ok=True)
     for name, tiling in prepared.stage.tilings().items():
         write_json(tiling_dir / f"{name}.json", tiling.to_dict())
     for name, tuning in prepared.tuning.items():
         if tuning.path.is_file():
             (tiling_dir / name).mkdir(exist_ok=True)
-            write_atomic(tiling_dir / name / "autotuning.json", tuning.path.read_bytes())
+            paths.write_atomic(tiling_dir / name / "autotuning.json", tuning.path.read_bytes())
 
 
 def stage_figures(
-    stage: Stage, time_us: float | None, spread_us: float | None, device: DeviceSpec, dtype: str
+    stage: Stage,
+    device: DeviceSpec,
+    dtype: str,
+    time_us: float | None = None,
+    spread_us: float | None = None,
 ) -> StageFigures:
     """Figures of a stage beside its ideal time on a device, at the vendor's peaks."""
     cost = stage.cost()
@@ -204,12 +193,6 @@ def stage_figures(
     )
 
 
-def above_roofline(figures: StageFigures, stage: Stage, device: DeviceSpec, dtype: str) -> bool:
-    """Whether a time beats the device's specified peaks, which means that something is wrong."""
-    floor = stage.predict_us(device.peak_tflops(dtype), device.peak_gbps)
-    return figures.time_us is not None and figures.time_us < floor
-
-
 def header(title: str, record: dict[str, Any]) -> str:
     """Top of a report: front matter for tools, a table for people."""
     rows = [
@@ -219,6 +202,11 @@ def header(title: str, record: dict[str, Any]) -> str:
     ]
     matter = front_matter({key: record[key] for key in ("kernel", "prof_type", "device", "params")})
     return f"{matter}\n# {title}\n\n" + table(("", ""), rows)
+
+
+def clocks_line(result: ProfileResult) -> str:
+    """Whether the GPU's clocks were locked."""
+    return f"GPU clocks: {ClockState(**result.record['clocks']).describe()}.\n"
 
 
 def roofline_warning(result: ProfileResult) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mla_var3.runtime.measure import wait_for_device
-from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling.common import make_record, profiling_mode, stage_figures
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
 from mla_var3.runtime.workflow import RunOptions, planning_device, prepare
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
 
 
 @profiling_mode(NsightProfType.DISABLED, gpu=False)
@@ -27,8 +22,8 @@ def disabled_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     return ProfileResult(
         kernel=prepared.plan.name,
         mode=NsightProfType.DISABLED,
-        total=stage_figures(prepared.stage, None, None, device, dtype),
-        stages=[stage_figures(k, None, None, device, dtype) for k in prepared.stage.kernels()],
+        total=stage_figures(prepared.stage, device, dtype),
+        stages=[stage_figures(k, device, dtype) for k in prepared.stage.kernels()],
         check=prepared.check,
         record=make_record(NsightProfType.DISABLED, prepared.plan, prepared.device),
     )

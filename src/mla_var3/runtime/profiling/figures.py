@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from mla_var3.runtime.check import CheckResult, OutputCheck
+from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number, table
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.check import CheckResult, OutputCheck
-    from mla_var3.runtime.compile import CompileReport
-    from mla_var3.runtime.profiling.result import ProfileResult
+from mla_var3.runtime.profiling.result import ProfileResult
 
 Rows = list[tuple[object, ...]]
 

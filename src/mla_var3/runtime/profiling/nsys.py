@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
-from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import percentile, spread, wait_for_device
-from mla_var3.runtime.paths import write_atomic
-from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, common
-from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import stage_markdown
+from mla_var3.runtime.profiling.timeline import report
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outline
 from mla_var3.runtime.profiling.timeline.collect import (
     DEFAULT_RUNS,
@@ -22,17 +20,8 @@ from mla_var3.runtime.profiling.timeline.collect import (
 )
 from mla_var3.runtime.profiling.timeline.formats import write_stats
 from mla_var3.runtime.profiling.timeline.model import Timeline
-from mla_var3.runtime.profiling.timeline.report import (
-    kernel_figures,
-    timeline_figures,
-    timeline_sections,
-)
-from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
-    from mla_var3.runtime.workflow import Prepared
+from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.workflow import Prepared, RunOptions
 
 log = logging.getLogger(__name__)
 
@@ -75,46 +64,38 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
     analysis = analyse(timeline, outline(stage))
 
     def timed(part: Stage, times_us: list[float], extra: dict[str, Any]) -> StageFigures:
-        median = percentile(times_us, 50) if times_us else None
-        found = common.stage_figures(
-            part, median, spread(times_us) if times_us else None, spec, dtype
-        )
+        found = common.stage_figures(part, spec, dtype)
+        if times_us:
+            found.time_us, found.spread_us = percentile(times_us, 50), spread(times_us)
         found.extra.update(extra)
         return found
 
     spans = [run.span_ns / 1e3 for run in analysis.queued]
-    total = timed(stage, spans, timeline_figures(analysis))
+    total = timed(stage, spans, report.timeline_figures(analysis))
     stages = []
     for leaf, kernel in enumerate(stage.kernels()):
         times = [p.activity.duration / 1e3 for r in analysis.queued if (p := r.of_kernel(leaf))]
-        stages.append(timed(kernel, times, kernel_figures(analysis, leaf)))
+        stages.append(timed(kernel, times, report.kernel_figures(analysis, leaf)))
         stages[-1].name = analysis.shape.leaves[leaf]
-    clocks = announce_clocks(environment())
-    result = common.measured_result(NsightProfType.NSYS, prepared, total, stages, folder, clocks)
+    result = common.measured_result(NsightProfType.NSYS, prepared, total, stages, folder)
     result.record["timeline"] = {"how": how}
-    common.write_artifacts(folder, result.record, prepared)
-    write_atomic(folder / "report.md", _report(result, analysis, stage, how))
+    common.write_artifacts(result, prepared, _report(result, analysis, stage, how))
     return result
 
 
-def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -> str:
-    record: dict[str, Any] = result.record
-    clocks = ClockState(**record["clocks"])
-    parts = [
-        common.header(f"{result.kernel}, nsys mode", record),
+def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -> list[str]:
+    return [
+        common.header(f"{result.kernel}, nsys mode", result.record),
         f"{how}\n",
-        f"GPU clocks: {clocks.describe()}.\n",
+        common.clocks_line(result),
         "## Measured against roofline\n",
         stage_markdown(result),
         f"Median of {len(analysis.queued)} runs, each enqueued as a whole before the GPU began it, "
         "L2 cache cold. The whole is the span from the first kernel's start to the last one's end; "
         "a stage's time is its kernel's, beside whatever ran at the same time.\n",
         common.roofline_warning(result),
-    ]
-    parts += timeline_sections(analysis, result.total.extra)
-    parts += [
+        *report.timeline_sections(analysis, result.total.extra),
         "## Timeline\n",
         "Open `chrome_trace.json` in Perfetto.\n",
         *common.closing_sections(result, stage),
     ]
-    return "\n".join(part for part in parts if part)

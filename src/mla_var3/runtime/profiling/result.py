@@ -5,12 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.errors import UnknownNameError, UnsupportedError
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.check import CheckResult
+from mla_var3.runtime.check import CheckResult
 
 
 class NsightProfType(enum.Enum):
@@ -34,7 +32,6 @@ class StageFigures:
     """Figures of one stage or of the whole run.
 
     Attributes:
-        name: stage name.
         time_us: median time in microseconds; None where nothing was timed (static mode).
         spread_us: half the distance between the 10th and the 90th percentile.
         flops, bytes: what the algorithm needs.
@@ -77,8 +74,6 @@ class ProfileResult:
     """What a profiling run returns.
 
     Attributes:
-        kernel: full kernel name.
-        mode: profiling mode.
         total: figures of the whole runtime object.
         stages: figures per kernel.
         out_dir: folder of the artifacts; None in disabled mode.

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.markdown import microseconds, number, table
-from mla_var3.runtime.paths import write_atomic
-from mla_var3.runtime.plan import Target, plan_dtype, plan_targets
+from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
 
 
 @common.profiling_mode(NsightProfType.STATIC, gpu=False)
@@ -72,16 +66,13 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     result = ProfileResult(
         kernel=plan.name,
         mode=NsightProfType.STATIC,
-        total=common.stage_figures(stage, None, None, here, dtype),
-        stages=[
-            common.stage_figures(kernel, None, None, here, dtype) for kernel in stage.kernels()
-        ],
+        total=common.stage_figures(stage, here, dtype),
+        stages=[common.stage_figures(kernel, here, dtype) for kernel in stage.kernels()],
         out_dir=folder,
         record=record,
     )
     for figures in result.stages:
         figures.extra["compile"] = [r for r in reports if r.kernel == figures.name]
-    common.write_artifacts(folder, record, Prepared(chosen, (), stage, None))
     parts = [
         common.header(f"{plan.name}, static mode", record),
         "## Compile report\n",
@@ -94,7 +85,7 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
         "## Tilings\n",
         *sections,
     ]
-    write_atomic(folder / "report.md", "\n".join(part for part in parts if part))
+    common.write_artifacts(result, Prepared(chosen, (), stage, None), parts)
     return result
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import mla_var3
 from mla_var3.conf.devices import device_spec
@@ -28,12 +28,8 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
 from mla_var3.runtime.paths import module_of
-from mla_var3.runtime.plan import Target
-from mla_var3.runtime.stage import tiling_from_dict
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import KernelStage, Stage
+from mla_var3.runtime.plan import KernelPlan, Target
+from mla_var3.runtime.stage import Stage, by_unique_name, tiling_from_dict
 
 MODULE = "mla_var3.runtime.profiling.target"
 RANGE_PREFIX = "hyper_mla."
@@ -52,7 +48,6 @@ class TargetSpec:
 
     Attributes:
         module, plan: where the plan class is.
-        params: the plan's fields.
         plan_tilings: the plan's own tilings by field name; shapes may depend on them.
         target: GPU code that the plan was made for.
         tilings: the tiling of every leaf kernel in launch order, with the kernel's name.
@@ -101,6 +96,14 @@ class TargetSpec:
         """Read what `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
+    @classmethod
+    def of_command_line(cls, arguments: Sequence[str] | None) -> Self:
+        """The spec whose file is the only argument, by default that of the process."""
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        if len(given) != 1:
+            raise InvalidArgumentError("arguments", "one spec file", given)
+        return cls.read(Path(given[0]))
+
     def build_plan(self) -> KernelPlan:
         """The plan again."""
         found: Any = importlib.import_module(self.module)
@@ -128,10 +131,8 @@ def run_profiler(
 
     When it is cut off, the programs that it started are ended too, so that none stays on the GPU.
 
-    Args:
-        command: Profiler and arguments.
-        env: Environment.
-        limit_s: Seconds; longer raises `subprocess.TimeoutExpired`.
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than `limit_s`.
     """
     with subprocess.Popen(
         list(command), env=env, text=True, errors="replace", start_new_session=True,
@@ -164,20 +165,6 @@ def apply_tilings(stage: Stage, tilings: Sequence[dict[str, Any]]) -> None:
         kernel.tiling = tiling_from_dict(type(kernel.tiling), entry["tiling"])
 
 
-def stage_ranges(stage: Stage) -> list[tuple[str, KernelStage]]:
-    """Every leaf kernel with the name of its NVTX range, unique in the runtime object.
-
-    `/` and `@` mean something to the profiler's range filter and do not occur.
-    """
-    found: list[tuple[str, KernelStage]] = []
-    counts: dict[str, int] = {}
-    for kernel in stage.kernels():
-        counts[kernel.name] = counts.get(kernel.name, 0) + 1
-        suffix = f".{counts[kernel.name]}" if counts[kernel.name] > 1 else ""
-        found.append((f"{RANGE_PREFIX}{kernel.name}{suffix}", kernel))
-    return found
-
-
 def _importable_module(kind: type) -> str:
     module = module_of(kind)
     if module == "__main__":
@@ -200,9 +187,12 @@ def _nvtx_range(name: str) -> Iterator[None]:
 
 
 def launch_ranges(stage: Stage, mark: Range, wait: Callable[[str], None]) -> None:
-    """Launch every leaf kernel once, alone, inside its range."""
-    for name, kernel in stage_ranges(stage):
-        with mark(name):
+    """Launch every leaf kernel once, alone, inside a range of its unique name.
+
+    `/` and `@` mean something to the profiler's range filter and do not occur.
+    """
+    for name, kernel in by_unique_name(stage.kernels()).items():
+        with mark(f"{RANGE_PREFIX}{name}"):
             kernel.launch()
         wait(kernel.name)
 
@@ -250,11 +240,8 @@ def _run_nsight(spec: TargetSpec) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the spec named on the command line."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if len(given) != 1:
-        raise InvalidArgumentError("arguments", "one spec file", given)
     _leave_script_folder()
-    spec = TargetSpec.read(Path(given[0]))
+    spec = TargetSpec.of_command_line(arguments)
     if spec.nsight is None:
         _run_plain(spec)
     else:

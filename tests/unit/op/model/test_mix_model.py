@@ -114,7 +114,6 @@ def test_shipped_fits_are_used_for_their_own_device_only(tmp_path, monkeypatch):
     path = tmp_path / "mix_rates.json"
     monkeypatch.setattr(parameters_module, "shipped_path", lambda: path)
     spec = device_spec("H200")
-    assert mix_parameters(spec) == derived_parameters(spec)
     fitted = replace(H200, launch_us=Parameter(4.0, "fitted", "a test", 0.1))
     path.write_text(json.dumps([fitted.to_dict()]))
     assert mix_parameters(spec) == fitted

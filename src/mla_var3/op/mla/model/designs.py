@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.conf.kernel_rates import (
-    OWN_PROJECTION_QUERIES,
-    PROJECTED_D,
-    PROJECTED_V,
-)
+from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES, PROJECTED_D, PROJECTED_V
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -79,14 +76,10 @@ _VERSION = re.compile(r"_v\d+$")
 
 
 def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") -> Estimate | None:
-    """The estimate of a kernel; None for one that the model does not know.
+    """The estimate of a kernel version; None for one that the model does not know.
 
-    Args:
-        kernel: Version id. A version without an estimator or rates of its own is estimated like
-            the base version of its design.
-        work: The call.
-        spec: The device.
-        language: Language key; without one the times are ideal.
+    A version without an estimator or rates of its own is estimated like the base version of its
+    design. Without a language the times are ideal.
     """
     design = _VERSION.sub("", kernel)
     estimator = _VERSIONS.get((kernel, language)) or _DESIGNS.get(design)
@@ -154,11 +147,6 @@ def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
     if model is None:
         return _mix_by_rates(work.problem, n, form, target, around)
     return _mix_by_model(work.problem, n, model, target, around)
-
-
-def _fp8_mix(work: Workload, target: Target) -> Estimate:
-    """The mix with a window in 8 bits."""
-    return _mix(work, target, FP8)
 
 
 def _mix_by_model(
@@ -324,13 +312,7 @@ def _latent_prefix(work: Workload, target: Target) -> Estimate:
 
 
 def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
-    """The best kernel for a window of n tokens, in CuTe DSL: a pure path at the ends, else the mix.
-
-    Args:
-        problem: Sizes and lengths.
-        n: Decompressed tokens per request.
-        model: The device, and how the window is stored.
-    """
+    """The best CuTe DSL kernel for a window of n tokens: a pure path at the ends, else the mix."""
     spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
     whole = n >= max(problem.kv_lengths)
     name = "mla_var6_plus_v5" if model.form is FP8 else "mla_var6_plus"
@@ -366,7 +348,7 @@ _DESIGNS: dict[str, Estimator] = {
     "mla_var6_plus": _mix,
 }
 _VERSIONS: dict[tuple[str, str], Estimator] = {
-    ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
+    ("mla_var6_plus_v5", "cute-dsl"): partial(_mix, form=FP8),
     ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
     ("mla_var6_plus_v6_groups", "cute-dsl"): _grouped_prefix,
     ("flash_mla_prefix", "cute-dsl"): _latent_prefix,

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from mla_var3.conf.kernel_rates import energy_rates
 from mla_var3.errors import InvalidArgumentError
@@ -44,6 +44,7 @@ from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
 MixBound = Literal["latent", "heads", "chip", "memory", "together"]
+"""What the attention may wait for, by the fields of `MixTime`."""
 
 _NOTHING = Cost(0, 0)
 WORTH_MIXING = 0.08
@@ -114,24 +115,12 @@ class MixTime:
     @property
     def bound(self) -> MixBound:
         """What the attention waits for."""
-        times: dict[MixBound, float] = {
-            "latent": self.latent_us,
-            "heads": self.heads_us,
-            "chip": self.chip_us,
-            "memory": self.memory_us,
-            "together": self.together_us,
-        }
-        return max(times, key=times.__getitem__)
+        longest: MixBound = max(get_args(MixBound), key=lambda part: getattr(self, f"{part}_us"))
+        return longest
 
 
 def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
-    """The work of one `n`; each kind reads its own queries and writes its own partial output.
-
-    Args:
-        problem: Sizes and lengths.
-        n: Decompressed tokens per request, `0..t`.
-        form: How the window is stored.
-    """
+    """The work of one `n`; each kind reads its own queries and writes its own partial output."""
     windows = problem.window(n)
     if n == 0:
         others = (query_projection_cost(problem), output_up_projection_cost(problem))
@@ -152,10 +141,7 @@ def part_times_us(
 ) -> tuple[float, float, float, float, float]:
     """Times of the latent and the decompressed work, limits of chip, memory and both at once.
 
-    Args:
-        parameters: The rates.
-        work: What has to be done.
-        split: SMs of the latent work; infinitely long where a kind has work and no SM.
+    The latent work has `split` SMs. A kind that has work and no SM takes infinitely long.
     """
     moved = work.latent.bytes + work.heads.bytes
     sms, rest = parameters.sm_count, parameters.sm_count - split
@@ -179,12 +165,7 @@ def part_times_us(
 
 @dataclass(frozen=True)
 class MixModel:
-    """The model of one device and form of the window.
-
-    Attributes:
-        parameters: The rates it computes with.
-        form: How the window is stored.
-    """
+    """The model of one device, by its rates, and of one form of the window."""
 
     parameters: MixParameters
     form: WindowForm = PLAIN
@@ -233,17 +214,9 @@ class MixModel:
         return self._time(work, n, self.split_of(work))
 
     def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
-        """The window of least time that fits.
+        """The window of least time within `max_bytes`: some multiple, or the whole cache.
 
         The ends count as the pure paths that they are.
-
-        Args:
-            problem: Sizes and lengths.
-            max_bytes: Memory for the decompressed window of the batch; None for any.
-            multiple: Only multiples of it are considered, and the whole cache.
-
-        Returns:
-            The best `n`; of equally good ones the smallest, because the window costs memory.
         """
         self._require_dtype(problem)
         require_int("multiple", multiple, minimum=1)
@@ -285,10 +258,6 @@ class MixModel:
 
     def _total_us(self, problem: MlaProblem, n: int) -> float:
         return self.at(problem, n).total_us
-
-    def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
-        """The largest window that fits, whether it is a good one or not."""
-        return self.candidates(problem, max_bytes, multiple)[-1]
 
     def candidates(self, problem: MlaProblem, max_bytes: int | None, multiple: int) -> list[int]:
         """Windows that fit: multiples, and the whole cache."""

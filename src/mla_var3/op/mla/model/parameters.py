@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -35,6 +35,7 @@ UNITS = {
 }
 """Every parameter and its unit."""
 ORIGINS: tuple[str, ...] = get_args(Origin)
+_FIELDS = {"value", "unit", "origin", "source", "error"}
 # Parameters of which zero is a value; the others divide something.
 _MAY_BE_ZERO = ("together", "starvation", "launch_us")
 # Beyond one, the best split would no longer be where both kinds of work end together.
@@ -65,7 +66,6 @@ class MixParameters:
     """Everything the model knows about a device and the kernels on it.
 
     Attributes:
-        device: Name of the device.
         dtype: Element type of the queries and the latent cache.
         sm_count: SMs to share out.
         latent_tflops_per_sm: Rate of the latent work on each SM that it gets.
@@ -148,29 +148,15 @@ class MixParameters:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; infinity is the string "inf"."""
-        plain: dict[str, Any] = {
-            "device": self.device,
-            "dtype": self.dtype,
-            "sm_count": self.sm_count,
-        }
-        for name, parameter in self.parameters.items():
-            plain[name] = {
-                "value": "inf" if math.isinf(parameter.value) else parameter.value,
-                "unit": UNITS[name],
-                "origin": parameter.origin,
-                "source": parameter.source,
-                "error": parameter.error,
-            }
+        plain = asdict(self)
+        for name, unit in UNITS.items():
+            value = plain[name]["value"]
+            plain[name] |= {"value": "inf" if math.isinf(value) else value, "unit": unit}
         return plain
 
 
 def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParameters:
-    """Parameters from the device table alone.
-
-    Args:
-        spec: The device. Its burst rates are used where they were measured.
-        dtype: Element type whose matrix rate counts.
-    """
+    """Parameters from the device table alone, by burst rates where they were measured."""
     key = f"burst_{dtype}_float32_tflops"
     key = key if key in spec else f"peak_{dtype}_float32_tflops"
     chip = _from_table(spec, key)
@@ -200,7 +186,7 @@ def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParamete
 
 
 def shipped_path() -> Path:
-    """Fitted parameters that ship with the package; there need not be any."""
+    """Fitted parameters that ship with the package."""
     return Path(str(resources.files("mla_var3.conf") / "mix_rates.json"))
 
 
@@ -209,21 +195,14 @@ def mix_parameters(
 ) -> MixParameters:
     """The parameters of a device: fitted ones where there are any, else derived ones.
 
-    Args:
-        spec: The device.
-        dtype: Element type.
-        path: A file of fitted parameters to use instead of the shipped one. It must have an entry
-            for the device and dtype: another device's rates are never used.
+    A file of fitted parameters at `path`, used instead of the shipped one, must have an entry for
+    the device and dtype: another device's rates are never used.
     """
+    for parameters in _shipped(shipped_path()) if path is None else read_parameters(path):
+        if (parameters.device, parameters.dtype) == (spec.name, dtype):
+            return parameters
     if path is not None:
-        for parameters in read_parameters(path):
-            if (parameters.device, parameters.dtype) == (spec.name, dtype):
-                return parameters
         raise InvalidArgumentError(str(path), f"parameters of {spec.name} in {dtype}", "none")
-    if shipped_path().is_file():
-        for parameters in _shipped(shipped_path()):
-            if (parameters.device, parameters.dtype) == (spec.name, dtype):
-                return parameters
     return derived_parameters(spec, dtype)
 
 
@@ -260,24 +239,13 @@ def _from_dict(entry: object) -> MixParameters:
     parameters = {}
     for name, unit in UNITS.items():
         fields = entry[name]
-        if not isinstance(fields, dict) or set(fields) != {
-            "value",
-            "unit",
-            "origin",
-            "source",
-            "error",
-        }:
+        if not isinstance(fields, dict) or set(fields) != _FIELDS:
             raise InvalidArgumentError(name, "value, unit, origin, source and error", fields)
         if fields["unit"] != unit:
             raise InvalidArgumentError(f"{name}: unit", repr(unit), repr(fields["unit"]))
         value = math.inf if fields["value"] == "inf" else fields["value"]
         parameters[name] = Parameter(value, fields["origin"], fields["source"], fields["error"])
-    return MixParameters(
-        device=str(entry["device"]),
-        dtype=entry["dtype"],
-        sm_count=entry["sm_count"],
-        **parameters,
-    )
+    return MixParameters(str(entry["device"]), entry["dtype"], entry["sm_count"], **parameters)
 
 
 def _from_table(spec: DeviceSpec, key: str) -> Parameter:

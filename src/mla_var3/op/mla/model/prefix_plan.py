@@ -39,8 +39,6 @@ class PrefixPlan:
     """The ways, and the fastest one within a budget.
 
     Attributes:
-        shared: the problem.
-        device: name of the device.
         layers: layers that share the budget.
         budget_bytes: memory for decompressed copies, of all layers.
         ways: all of them, "copied" first.
@@ -93,14 +91,7 @@ class PrefixPlan:
 def plan_prefix(
     shared: SharedPrefixProblem, spec: DeviceSpec, budget_bytes: int, layers: int = 1
 ) -> PrefixPlan:
-    """Compare the ways to attend to shared tokens.
-
-    Args:
-        shared: The problem.
-        spec: The device.
-        budget_bytes: Memory for decompressed copies of all layers.
-        layers: Layers that share it evenly.
-    """
+    """Compare the ways to attend to shared tokens, with memory for copies of all layers."""
     require_int("budget", budget_bytes, minimum=1)
     require_int("layers", layers, minimum=1)
     problem, prefix = shared.problem, shared.prefix

@@ -40,7 +40,6 @@ class Workload:
     """One attention call as the model sees it.
 
     Attributes:
-        problem: Sizes and lengths.
         window: Newest tokens of each request that the cache keeps decompressed; None for as many
             as the kernel reads, so that no call decompresses any.
         prefix: Shared first tokens that the cache keeps decompressed.
@@ -70,9 +69,7 @@ class Target:
     """A kernel version on a device.
 
     Attributes:
-        kernel: Version id.
         language: Language key; empty for any.
-        spec: The device.
         rates: What the version, or the base version of its design, reached there; None if it was
             never timed.
         cache_dtype: Format of the 8-bit latent cache that it reads; None for 16 bits.
@@ -114,7 +111,6 @@ class Estimate:
         limit_us: Kernel time that its energy takes at the power limit; None where energies are
             unknown.
         around: What the call adds, by name.
-        cost: Work of the kernel.
         bound: What limits its attention.
         fitted: Whether recorded rates went in; otherwise the times are ideal.
         error: Relative error to expect of a fitted time.
@@ -200,12 +196,8 @@ def power_limit_us(
 ) -> float | None:
     """Time of a kernel by the energy of its attention at the power limit; None where unknown.
 
-    Args:
-        device: Name of the device.
-        latent: Latent work.
-        heads: Decompressed work.
-        others_us: Time of its other launches.
-        cache_dtype: Format of an 8-bit latent cache that is multiplied in 8 bits.
+    `others_us` is the time of its other launches, `cache_dtype` the format of an 8-bit latent cache
+    that is multiplied in 8 bits.
     """
     rates = energy_rates(device)
     if rates is None or (cache_dtype is not None and cache_dtype not in rates.fp8_joules_per_tflop):
@@ -216,18 +208,14 @@ def power_limit_us(
     return rates.least_us(joules) + others_us
 
 
-def tile_fill(tiles: int, sm_count: int) -> float:
-    """Share of SM turns that have a work tile."""
-    return tiles / (-(-tiles // sm_count) * sm_count)
-
-
 def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
     """Burst time of an attention kernel with so many query tiles.
 
     A kernel that splits its work over the KV tokens does so where that is faster than whole tiles
     on some of the SMs.
     """
-    rates, fill = target.rates, tile_fill(tiles, target.spec.sm_count)
+    rates, sms = target.rates, target.spec.sm_count
+    fill = tiles / (-(-tiles // sms) * sms)  # share of SM turns that have a work tile
     if rates is None:
         tflops, gbps = target.spec.peak_rates(dtype)
         if target.has_8_bit_products:
@@ -235,7 +223,7 @@ def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
         whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
         return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
     even_us = rates.work_us(cost.flops, cost.bytes)
-    even_us += tiles / target.spec.sm_count * rates.tile_us
+    even_us += tiles / sms * rates.tile_us
     whole_us = even_us / fill
     if rates.cut_us is not None:
         whole_us = min(whole_us, even_us + rates.cut_us)

@@ -74,7 +74,6 @@ class WindowPlan:
 
     Attributes:
         problem: Sizes and lengths of one call.
-        model: The model and its parameters.
         layers: Layers that share the budget.
         budget_bytes: Memory for the windows of all layers.
         multiple: Windows considered are multiples of it, or the whole cache.
@@ -133,13 +132,8 @@ def plan_window(
 ) -> WindowPlan:
     """Chooses the window of least call time within a budget, steady where that is known.
 
-    Args:
-        problem: Sizes and lengths of one call.
-        model: Device, kernels and form of the window.
-        budget_bytes: Memory for the windows of all layers, for the whole batch.
-        layers: Layers that share it evenly.
-        multiple: Windows considered are multiples of it, or the whole cache.
-        memory_bytes: Memory of the device, which a budget must not exceed; None where unknown.
+    The budget is memory for the windows of the whole batch, which all layers share evenly; it must
+    not exceed the memory of the device. Windows are some multiple, or the whole cache.
     """
     require_int("budget", budget_bytes, minimum=1)
     require_int("layers", layers, minimum=1)
@@ -176,8 +170,7 @@ def plan_window(
         return n if time_us(n) < (1.0 - WORTH_MIXING) * time_us(pure) else pure
 
     chosen, unlimited = best(budget_bytes // layers), best(None)
-    largest = model.largest_n(problem, None, multiple)
-    curve = plan_curve(problem, model, multiple, (chosen, unlimited, largest))
+    curve = plan_curve(problem, model, multiple, (chosen, unlimited))
     return WindowPlan(
         problem=problem,
         model=model,
@@ -194,7 +187,7 @@ def plan_curve(
     problem: MlaProblem, model: MixModel, multiple: int, also: tuple[int, ...] = ()
 ) -> tuple[PlanPoint, ...]:
     """Windows from none to everything, evenly spread multiples and those named."""
-    largest = model.largest_n(problem, None, multiple)
+    largest = max(problem.kv_lengths)
     step = multiple * max(1, -(-largest // (multiple * _CURVE_POINTS)))
     sizes = sorted({*range(0, largest, step), largest, *also})
     return tuple(plan_point(problem, model, n) for n in sizes)
@@ -213,20 +206,18 @@ def plan_point(problem: MlaProblem, model: MixModel, n: int) -> PlanPoint:
     )
 
 
-def parse_bytes(text: str, argument: str = "budget") -> int:
-    """Reads an amount of memory: a number of bytes, or a number with a unit such as 1.5GiB.
+def parse_bytes(text: str) -> int:
+    """Reads a budget of memory: a number of bytes, or a number with a unit such as 1.5GiB.
 
-    Args:
-        text: The amount; KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000.
-        argument: Its name in the message.
+    KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000.
     """
     match = _AMOUNT.fullmatch(text.strip().lower())
     unit = None if match is None else _UNITS.get(match.group(2))
     if match is None or unit is None:
         raise InvalidArgumentError(
-            argument, "a number of bytes, or one with KiB, MiB, GiB, kB, MB or GB", repr(text)
+            "budget", "a number of bytes, or one with KiB, MiB, GiB, kB, MB or GB", repr(text)
         )
     amount = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match[1]) * unit
     if amount < 1:
-        raise InvalidArgumentError(argument, "a positive amount of memory", repr(text))
+        raise InvalidArgumentError("budget", "a positive amount of memory", repr(text))
     return amount

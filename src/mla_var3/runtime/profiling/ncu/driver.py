@@ -23,12 +23,6 @@ from typing import Any
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import find_tool, run_tool, version_numbers
 from mla_var3.runtime.profiling import target
-from mla_var3.runtime.profiling.target import (
-    NSIGHT_REPORT,
-    TargetSpec,
-    package_environment,
-    run_profiler,
-)
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +157,7 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
 
 
 def collect(
-    tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None
+    tool: NcuTool, folder: Path, spec: target.TargetSpec, metrics: Sequence[str] | None
 ) -> Collection:
     """Run the target program under the profiler; leaves `report.ncu-rep` in the folder.
 
@@ -184,7 +178,11 @@ def collect(
 
 
 def _collect(
-    tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None, collector: str
+    tool: NcuTool,
+    folder: Path,
+    spec: target.TargetSpec,
+    metrics: Sequence[str] | None,
+    collector: str,
 ) -> Collection:
     """Collect with one collector; metrics that do not exist here are left out and listed."""
     path, report = folder / "target.json", folder / "report.ncu-rep"
@@ -202,7 +200,7 @@ def _collect(
                 run_ncu(ncu_command(tool, report.with_suffix(""), path, left), tool, report)
             else:
                 dataclasses.replace(spec, nsight=nsight).write(path)
-                made = folder / f"{_NSIGHT_PREFIX}{NSIGHT_REPORT}"
+                made = folder / f"{_NSIGHT_PREFIX}{target.NSIGHT_REPORT}"
                 run_ncu(target_command(path), tool, made)
                 made.replace(report)
                 if made.with_suffix(".log").is_file():
@@ -242,17 +240,15 @@ def target_command(spec: Path) -> list[str]:
     return [sys.executable, "-m", target.MODULE, str(spec)]
 
 
-def child_environment(tool: NcuTool) -> dict[str, str]:
-    """Environment of a profiled program: it imports this package and finds this profiler."""
-    path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
-    return {**package_environment(), "PATH": path}
-
-
 def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     """Run a profiling command; its output goes to `profiler.log` beside the report."""
     log.debug("running %s", command)
+    # The profiled program imports this package and finds this profiler.
+    path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
     try:
-        done = run_profiler(command, child_environment(tool), _TIMEOUT_S)
+        done = target.run_profiler(
+            command, {**target.package_environment(), "PATH": path}, _TIMEOUT_S
+        )
     except subprocess.TimeoutExpired as error:
         raise UnsupportedError(
             f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from mla_var3.runtime.markdown import number, table, write_csv
 from mla_var3.runtime.paths import write_atomic
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
-from mla_var3.runtime.profiling.common import header, profiling_mode, write_artifacts
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
+from mla_var3.runtime.profiling.ncu import text
 from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, MetricValue, Rule, StageProfile, advice
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.profiling.ncu.source import (
@@ -20,17 +20,7 @@ from mla_var3.runtime.profiling.ncu.source import (
     source_ptx,
     source_text,
 )
-from mla_var3.runtime.profiling.ncu.text import (
-    contract,
-    method_sections,
-    method_table,
-    metrics_table,
-    whole_note,
-)
 from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
 
 DEFAULT_RUNS = 1
 _MODE = NsightProfType.NCU
@@ -38,7 +28,7 @@ _TOP_LINES = 8
 _TOP_ADVICE = 8
 
 
-@profiling_mode(_MODE, gpu=True)
+@common.profiling_mode(_MODE, gpu=True)
 def ncu_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and profile every stage with the full Nsight Compute set."""
     return write_ncu(profile(_MODE, plan, run, metrics=None, runs=DEFAULT_RUNS))
@@ -46,8 +36,7 @@ def ncu_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 
 def write_ncu(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
-    result, folder = make_result(session), session.folder
-    write_artifacts(folder, result.record, session.prepared)
+    result = make_result(session)
     compact, verbose = [], []
     for measured in session.profiles:
         source = KernelSource.of(measured.main)
@@ -55,13 +44,13 @@ def write_ncu(session: Session) -> ProfileResult:
         rules = measured.main.rules()
         compact += _compact_kernel(measured, rules, source)
         verbose += _verbose_kernel(measured, rules)
-    write_atomic(folder / "report.md", _report(session, result, compact))
+    common.write_artifacts(result, session.prepared, _report(session, result, compact))
     opening = [
-        header(f"{result.kernel}, ncu mode, all sections", result.record),
+        common.header(f"{result.kernel}, ncu mode, all sections", result.record),
         "## How it was measured\n",
-        method_table(session),
+        text.method_table(session),
     ]
-    write_atomic(folder / "report-verbose.md", "\n".join([*opening, *verbose]))
+    write_atomic(session.folder / "report-verbose.md", "\n".join([*opening, *verbose]))
     return result
 
 
@@ -89,7 +78,7 @@ def _write_sources(folder: Path, measured: StageProfile, source: KernelSource) -
         found = source_text(measured.main, file) if own is not None else None
         if own is None or found is None:
             continue
-        text, origin = found
+        content, origin = found
         samples = sum(line.samples for line in lines.values())
         count = sum(line.instructions for line in lines.values())
         title = (
@@ -104,12 +93,12 @@ def _write_sources(folder: Path, measured: StageProfile, source: KernelSource) -
         if name in written:  # two modules of one name in different packages
             name = ".".join(own.parts)
         written.add(name)
-        write_atomic(folder / name, annotate_source(text, lines, source.samples, title))
+        write_atomic(folder / name, annotate_source(content, lines, source.samples, title))
 
 
 def _compact_kernel(measured: StageProfile, rules: list[Rule], source: KernelSource) -> list[str]:
     told = [(rule.title, rule.gain, rule.message) for rule in advice(rules)[:_TOP_ADVICE]]
-    hot = [(f"`{shown_path(file)}:{at}`", text) for file, at, text in source.hottest(_TOP_LINES)]
+    hot = [(f"`{shown_path(file)}:{at}`", said) for file, at, said in source.hottest(_TOP_LINES)]
     name = measured.name
     parts = [
         f"## {name}\n",
@@ -133,21 +122,20 @@ def _compact_kernel(measured: StageProfile, rules: list[Rule], source: KernelSou
     return parts
 
 
-def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
-    parts = [
-        header(f"{result.kernel}, ncu mode", result.record),
-        contract(session),
+def _report(session: Session, result: ProfileResult, kernels: list[str]) -> list[str]:
+    return [
+        common.header(f"{result.kernel}, ncu mode", result.record),
+        text.contract(session),
         "## Key metrics\n",
-        metrics_table(result),
-        whole_note(session),
+        text.metrics_table(result),
+        text.whole_note(session),
         *kernels,
         "Nsight Compute's advice is written for CUDA C++; not everything can be controlled from a "
         "tile language, and its estimates overlap. Left out: "
         + "; ".join(f"{name} ({why})" for name, why in NOT_OURS.items())
         + ". All of it is in `report-verbose.md`; `report.ncu-rep` opens in Nsight Compute.\n",
-        *method_sections(session, result),
+        *text.method_sections(session, result),
     ]
-    return "\n".join(part for part in parts if part)
 
 
 def _verbose_kernel(measured: StageProfile, rules: list[Rule]) -> list[str]:

@@ -61,7 +61,6 @@ class Figure:
         key: short name, a CSV column and a key of `StageFigures.extra`.
         metric: Nsight Compute's name; empty for a figure derived from others.
         label: heading in reports; empty for a figure that only the CSV files have.
-        unit: unit of the figure.
         additive: whether kernels of one stage add up; otherwise they are averaged by time.
         per_kernel: whether it means nothing for several kernels together.
         scale: factor on top of the unit's.
@@ -201,7 +200,6 @@ class Rule:
     """One result of Nsight Compute's own rules.
 
     Attributes:
-        identifier: name of the rule.
         section: identifier of its section.
         title, message: its text, without markup.
         is_advice: whether it proposes an optimisation.
@@ -244,7 +242,6 @@ class Launch:
 
     Attributes:
         range_name: the NVTX range it ran in, without the prefix.
-        function: name of the GPU function.
         metrics: every metric by name.
         action: the object of `ncu_report`, for source-level metrics.
         report: the report that the action belongs to; the reference keeps it open.
@@ -279,7 +276,6 @@ class StageProfile:
     """What was measured of one stage, over all runs.
 
     Attributes:
-        name: stage name.
         launches: the launches, run by run.
         runs: how often the stage ran.
         figures: medians over the runs, by key of `FIGURES`.

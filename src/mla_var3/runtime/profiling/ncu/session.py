@@ -6,41 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
-from mla_var3.runtime.plan import plan_dtype
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
-from mla_var3.runtime.profiling.common import (
-    measured_result,
-    measuring,
-    stage_figures,
-    write_compiled,
-)
-from mla_var3.runtime.profiling.ncu.driver import (
-    CLOCK_CONTROL,
-    Collection,
-    NcuTool,
-    collect,
-    find_ncu,
-    load_ncu_report,
-)
-from mla_var3.runtime.profiling.ncu.reader import (
-    StageProfile,
-    combine_figures,
-    read_launches,
-    stage_profiles,
-)
-from mla_var3.runtime.profiling.target import RANGE_PREFIX, TargetSpec, apply_tilings, stage_ranges
+from mla_var3.runtime.profiling.ncu import driver, reader
+from mla_var3.runtime.profiling.target import TargetSpec, apply_tilings
 from mla_var3.runtime.profiling.timeline.analysis import outline
+from mla_var3.runtime.stage import by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
 
 
 @dataclass
@@ -50,10 +28,10 @@ class Session:
     mode: NsightProfType
     prepared: Prepared
     folder: Path
-    tool: NcuTool
-    collection: Collection
+    tool: driver.NcuTool
+    collection: driver.Collection
     clocks: ClockState
-    profiles: list[StageProfile]
+    profiles: list[reader.StageProfile]
     event_us: dict[str, float] = field(default_factory=dict)
     not_disassembled: str | None = None
 
@@ -87,25 +65,25 @@ def profile(
     runs: int,
 ) -> Session:
     """Tune, check, time by events, then profile every stage under Nsight Compute."""
-    tool = find_ncu()
-    load_ncu_report()  # fails before minutes of tuning, not after
+    tool = driver.find_ncu()
+    driver.load_ncu_report()  # fails before minutes of tuning, not after
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
-    with measuring(mode, plan, options) as (prepared, made):
+    with common.measuring(mode, plan, options) as (prepared, made):
         folder = made.resolve()
         target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
-        event_us = {}
-        for name, kernel in stage_ranges(prepared.stage):
-            event_us[name.removeprefix(RANGE_PREFIX)] = time_gpu(kernel.launch).median_us
-        not_disassembled = write_compiled(
+        event_us = {
+            name: time_gpu(kernel.launch).median_us
+            for name, kernel in by_unique_name(prepared.stage.kernels()).items()
+        }
+        not_disassembled = common.write_compiled(
             prepared.stage.kernels(), prepared.require_device().target, folder
         )
         prepared = _without_tensors(prepared, target_spec)
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
-        collection = collect(tool, folder, target_spec, metrics)
+        collection = driver.collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
-    names = [name.removeprefix(RANGE_PREFIX) for name, _ in stage_ranges(prepared.stage)]
-    launches = read_launches(folder / "report.ncu-rep")
+    launches = reader.read_launches(folder / "report.ncu-rep")
     return Session(
         mode=mode,
         prepared=prepared,
@@ -113,7 +91,7 @@ def profile(
         tool=tool,
         collection=collection,
         clocks=clocks,
-        profiles=stage_profiles(launches, names, count),
+        profiles=reader.stage_profiles(launches, list(event_us), count),
         event_us=event_us,
         not_disassembled=not_disassembled,
     )
@@ -154,7 +132,7 @@ def make_result(session: Session) -> ProfileResult:
         stage.kernels(), session.profiles, measurements(session), strict=True
     ):
         time_us = measured.figures["time_us"]
-        figures = stage_figures(kernel, time_us, measured.spread_us, device, dtype)
+        figures = common.stage_figures(kernel, device, dtype, time_us, measured.spread_us)
         figures.name = measured.name
         figures.extra = {
             **measured.figures,
@@ -166,9 +144,9 @@ def make_result(session: Session) -> ProfileResult:
         }
         stages.append(figures)
     total_us = sum(measured.figures["time_us"] for measured in session.profiles)
-    total = stage_figures(stage, total_us, None, device, dtype)
-    total.extra = combine_figures([measured.figures for measured in session.profiles])
-    result = measured_result(
+    total = common.stage_figures(stage, device, dtype, total_us)
+    total.extra = reader.combine_figures([measured.figures for measured in session.profiles])
+    result = common.measured_result(
         session.mode, session.prepared, total, stages, session.folder, session.clocks
     )
     result.record["not_disassembled"] = session.not_disassembled
@@ -177,7 +155,7 @@ def make_result(session: Session) -> ProfileResult:
         "collector": session.collection.collector,
         "collector_note": session.collection.note,
         "metrics_not_available": session.collection.dropped,
-        "clock_control": CLOCK_CONTROL,
+        "clock_control": driver.CLOCK_CONTROL,
         "runs": session.profiles[0].runs,
     }
     return result

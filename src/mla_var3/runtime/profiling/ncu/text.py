@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mla_var3.runtime.markdown import byte_count, microseconds, number, table, write_csv
+from mla_var3.runtime.profiling import ProfileResult
 from mla_var3.runtime.profiling.bottleneck import find_opportunities, root_cause
 from mla_var3.runtime.profiling.common import closing_sections, compiled_note
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.ncu.driver import CLOCK_CONTROL
 from mla_var3.runtime.profiling.ncu.reader import FIGURES
 from mla_var3.runtime.profiling.ncu.session import Session, measurements
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.profiling import ProfileResult
 
 AGREEMENT = 0.10
 """Relative difference between event time and profiler's duration that needs no explanation."""

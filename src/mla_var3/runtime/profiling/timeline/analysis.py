@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,12 +219,6 @@ class Analysis:
 def typical(runs: list[Iteration]) -> Iteration:
     """The run with the median span (the lower of two)."""
     return sorted(runs, key=lambda run: run.span_ns)[(len(runs) - 1) // 2]
-
-
-def median_us(runs: list[Iteration], of: Callable[[Iteration], int | None]) -> float | None:
-    """Median of a figure in nanoseconds over some runs, in microseconds; None if no run has it."""
-    values = [value for run in runs if (value := of(run)) is not None]
-    return statistics.median(values) / 1e3 if values else None
 
 
 def group_overlap(run: Iteration, group: Group) -> GroupOverlap:

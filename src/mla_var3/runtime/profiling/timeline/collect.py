@@ -25,19 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.target import TargetSpec, package_environment, run_profiler
-from mla_var3.runtime.profiling.timeline.formats import (
-    API_SUMMARY,
-    GPU_TRACE,
-    NVTX_PROJECTION,
-    read_chrome_trace,
-)
+from mla_var3.runtime.profiling.timeline import formats
 from mla_var3.runtime.profiling.timeline.model import HOST_PACED, QUEUED, WARMUP, Timeline
 from mla_var3.runtime.stage import Stage
 
@@ -47,7 +42,7 @@ RangeMaker = Callable[[str], AbstractContextManager[object]]
 """Makes the context manager that marks a named range for the profiler."""
 
 MODULE = "mla_var3.runtime.profiling.timeline.collect"
-REPORTS = (GPU_TRACE, NVTX_PROJECTION, API_SUMMARY)
+REPORTS = (formats.GPU_TRACE, formats.NVTX_PROJECTION, formats.API_SUMMARY)
 DEFAULT_RUNS = 20
 
 _HEAD_START_MARGIN = 2.0
@@ -149,7 +144,7 @@ def record_with_torch(stage: Stage, runs: int, trace: Path) -> Timeline:
             log.info("torch.profiler: %s", message)
         text = file.read_text(encoding="utf-8").replace(str(file), trace.name)
     write_atomic(trace, text)
-    return read_chrome_trace(trace)
+    return formats.read_chrome_trace(trace)
 
 
 def profile_command(nsys: Path, report: Path, spec: Path) -> list[str]:
@@ -178,7 +173,9 @@ def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) ->
         _run(profile_command(nsys, report.with_suffix(""), spec), report)
     stats.mkdir(exist_ok=True)
     try:
-        _run(stats_command(nsys, report, stats / "report"), stats / f"report_{GPU_TRACE}.csv")
+        _run(
+            stats_command(nsys, report, stats / "report"), stats / f"report_{formats.GPU_TRACE}.csv"
+        )
     except UnsupportedError:
         shutil.rmtree(stats)
         raise
@@ -201,10 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Record the runs that a spec asks for; returns the exit code."""
     import torch
 
-    given = sys.argv[1:] if argv is None else list(argv)
-    if len(given) != 1:
-        raise InvalidArgumentError("arguments", "one spec file", given)
-    spec = TargetSpec.read(Path(given[0]))
+    spec = TargetSpec.of_command_line(argv)
     stage = spec.build_stage(spec.build_plan(), "cuda")
     stage.launch()  # compiles what is compiled at first use, outside the timeline
     wait_for_device(stage.name)

@@ -44,7 +44,6 @@ class GpuActivity(Event):
     """One kernel, copy or fill on the GPU.
 
     Attributes:
-        stream: stream number.
         correlation: number that it shares with the host call that launched it.
         kind: its category in a Chrome trace: "kernel", "gpu_memcpy" or "gpu_memset".
         grid, block: launch sizes; None for copies and fills.

@@ -15,7 +15,6 @@ from mla_var3.runtime.profiling.timeline.analysis import (
     Launch,
     Outline,
     group_overlap,
-    median_us,
     serialisations,
     typical,
 )
@@ -41,18 +40,16 @@ def kernel_figures(analysis: Analysis, leaf: int) -> dict[str, Any]:
         "block": one.block,
         "registers": one.registers,
         "shared_bytes": one.shared_bytes,
-        "start_us": median_us(analysis.queued, lambda run: _start(run, leaf)),
+        "start_us": _median(
+            [p.activity.start - r.span[0] for r in analysis.queued if (p := r.of_kernel(leaf))]
+        ),
         "launch_call_us": _median([launch.call.duration for launch in paced or queued]),
         "launch_to_start_us": _median([p.activity.start - p.call.start for p in paced]),
     }
 
 
-def _start(run: Iteration, leaf: int) -> int | None:
-    launch = run.of_kernel(leaf)
-    return None if launch is None else launch.activity.start - run.span[0]
-
-
 def _median(values_ns: Sequence[int]) -> float | None:
+    """The median of times in nanoseconds, in microseconds; None of none."""
     return statistics.median(values_ns) / 1e3 if values_ns else None
 
 
@@ -67,10 +64,10 @@ def timeline_figures(analysis: Analysis) -> dict[str, Any]:
 def _run_figures(shape: Outline, runs: list[Iteration]) -> dict[str, Any]:
     return {
         "runs": len(runs),
-        "span_us": median_us(runs, lambda run: run.span_ns),
-        "host_us": median_us(runs, lambda run: run.host.duration),
-        "api_us": median_us(runs, lambda run: run.api_ns),
-        "idle_us": median_us(runs, lambda run: run.idle_ns),
+        "span_us": _median([run.span_ns for run in runs]),
+        "host_us": _median([run.host.duration for run in runs]),
+        "api_us": _median([run.api_ns for run in runs]),
+        "idle_us": _median([run.idle_ns for run in runs]),
         "overlap": overlap_figures(shape, runs),
         "serialised": serialisations(shape, runs),
     }
