@@ -7,14 +7,7 @@ that reads or leaves out too much cannot pass.
 import pytest
 import torch
 
-from .kernel_support import (
-    DESIGNS,
-    Case,
-    make_plan,
-    plan_of,
-    require,
-    require_end_to_end,
-)
+from .kernel_support import DESIGNS, Case, make_plan, plan_of, require, require_end_to_end
 
 FP16 = "float16"
 

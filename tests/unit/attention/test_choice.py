@@ -38,7 +38,7 @@ def only_cutile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_var3.attention.backends.plans.CUTE_SERVICES", {})
 
 
-def test_the_least_steady_call_time_decides_and_says_so() -> None:
+def test_the_least_steady_call_time_decides_and_says_so():
     explanation = mla_var3.explain(**SIZES, device_name=H200)
     assert explanation == mla_var3.explain(**SIZES, device_name="h200")
     assert not explanation.measured
@@ -50,7 +50,7 @@ def test_the_least_steady_call_time_decides_and_says_so() -> None:
     assert all(c.steady_us >= c.predicted_us for c in able if c.steady_us and c.predicted_us)
 
 
-def test_a_prefix_is_shared_in_the_way_that_fits_its_queries() -> None:
+def test_a_prefix_is_shared_in_the_way_that_fits_its_queries():
     """Latent while bytes decide, decompressed with many rows, not at all where it gains nothing."""
     few = {"b": 16, "s": 1, "t": 68000, "h": 12, "shared": 63911}
     assert mla_var3.explain(**few, device_name=H200).kernel == "flash_mla_prefix"
@@ -61,7 +61,7 @@ def test_a_prefix_is_shared_in_the_way_that_fits_its_queries() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 2048])
-def test_a_mix_that_nobody_timed_does_not_win_by_its_lower_bound(window: int) -> None:
+def test_a_mix_that_nobody_timed_does_not_win_by_its_lower_bound(window):
     """Ideal times let both paths run at full rate at once, which no kernel does."""
     sizes = {**SIZES, "s": 43, "window": window}
     explanation = mla_var3.explain(**sizes, device_name="NVIDIA B200")
@@ -87,7 +87,7 @@ def test_a_mix_that_nobody_timed_does_not_win_by_its_lower_bound(window: int) ->
     ],
 )
 @pytest.mark.usefixtures("only_cutile")
-def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None:
+def test_what_the_plans_cannot_do(options, refusal):
     explanation = mla_var3.explain(**SIZES, **options)
     kernels = {c.kernel: c for c in explanation.candidates}
     assert refusal in str(kernels["mla_var6_plus"].refusal)
@@ -102,7 +102,7 @@ def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None
         assert explanation.reason == "no kernel serves a call of this shape"
 
 
-def test_sizes_are_checked() -> None:
+def test_sizes_are_checked():
     with pytest.raises(UnknownNameError, match="unknown size 'windw'; did you mean 'window'"):
         mla_var3.explain(**SIZES, windw=3)
     with pytest.raises(InvalidArgumentError, match="h: expected a positive integer, got nothing"):
@@ -113,7 +113,7 @@ def test_sizes_are_checked() -> None:
         mla_var3.explain(**SIZES, device_name="H205")
 
 
-def test_on_the_cpu_the_torch_path_runs_and_is_named(generator: torch.Generator) -> None:
+def test_on_the_cpu_the_torch_path_runs_and_is_named(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [5], model)
     q_nope, q_rope = (normal(generator, 1, 1, 2, w, dtype=torch.float32) for w in (6, 4))
@@ -149,7 +149,7 @@ def tuned_here(times: dict[str, float], sizes: dict[str, int] | None = None) -> 
         assert tuned.best_tilings(plan, spec)
 
 
-def test_tuning_does_not_make_the_choice_worse() -> None:
+def test_tuning_does_not_make_the_choice_worse():
     """Histories of two cuTile kernels, as the main job leaves them, beside a faster estimate."""
     before = mla_var3.explain(**SIZES, device_name=H200)
     tuned_here({"flash_mla": 1180.0, "flash_attention": 1950.0})
@@ -161,7 +161,7 @@ def test_tuning_does_not_make_the_choice_worse() -> None:
     assert found.measured_us is not None and found.measured_us > 1180.0  # with the projections
 
 
-def test_a_measurement_is_held_to_the_power_limit() -> None:
+def test_a_measurement_is_held_to_the_power_limit():
     tuned_here({"flash_mla": 500.0})
     explanation = mla_var3.explain(**SIZES, device_name=H200)
     # Repeated, it takes as long as the same work in CuTe DSL.
@@ -170,7 +170,7 @@ def test_a_measurement_is_held_to_the_power_limit() -> None:
 
 
 @pytest.mark.usefixtures("only_cutile")
-def test_measured_kernels_compete_with_each_other() -> None:
+def test_measured_kernels_compete_with_each_other():
     tuned_here({"flash_mla": 2000.0, "flash_mla_split_kv": 1100.0})
     explanation = mla_var3.explain(**SIZES, device_name=H200)
     assert explanation.measured and explanation.kernel == "flash_mla_split_kv"
@@ -189,7 +189,7 @@ def candidate(
     return Candidate("k", "l", estimate=expected, measured=found)
 
 
-def test_uncertain_times() -> None:
+def test_uncertain_times():
     ideal, rated = candidate(100.0, fitted=False), candidate(100.0)
     assert ideal.range_us == (100.0, float("inf")) and rated.range_us == pytest.approx(
         (90.0, 110.0)
@@ -209,7 +209,7 @@ def test_uncertain_times() -> None:
 
 
 @pytest.mark.usefixtures("only_cutile")
-def test_equal_predictions_go_to_the_plugged_kernel() -> None:
+def test_equal_predictions_go_to_the_plugged_kernel():
     """A latent kernel for paged caches only; `replay/test_replay.py` calls such kernels."""
 
     def unsupported(shape: CallShape) -> str | None:
@@ -228,7 +228,7 @@ def test_equal_predictions_go_to_the_plugged_kernel() -> None:
 # --- hyper-mla choose -----------------------------------------------------------------------------
 
 
-def test_choose_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choose_prints_the_choice(capsys):
     assert main(["choose", "--b=1", "--s=1", "--t=65536", "--h=16", "--device_name=H200"]) == 0
     out = capsys.readouterr().out
     assert "flash_mla:cute-dsl *" in out and "steady: call time at the power limit" in out
@@ -237,7 +237,7 @@ def test_choose_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "adds query projection, output projection: flash_mla:cute-dsl" in out
 
 
-def test_choose_tells_what_sharing_a_prefix_gains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choose_tells_what_sharing_a_prefix_gains(capsys):
     sizes = ["choose", "--b=64", "--s=1", "--t=9000", "--h=16", "--for_device=H200"]
     assert main([*sizes, "--prefix=6000", "--groups=8"]) == 0
     out = capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_choose_tells_what_sharing_a_prefix_gains(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("only_cutile")
-def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choose_prints_json(capsys):
     argv = ["choose", "--b", "4", "--page_size", "64", "--window", "64", "--tree", "--json"]
     assert main([*argv, "--device_name", "RTX 5090"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -282,8 +282,6 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kernel=mla_var6_plus", "--tree"], 1, "it does not support a tree of tokens"),
     ],
 )
-def test_choose_refuses(
-    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_choose_refuses(argv, code, message, capsys):
     assert main(["choose", *argv]) == code
     assert message in capsys.readouterr().err

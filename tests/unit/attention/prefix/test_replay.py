@@ -89,10 +89,7 @@ def queries(
 @pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
-def test_latent_calls(
-    paged: bool, levels: int, ordered: bool, laid_out: bool, latent: RepeatableKernel,
-    kernels: CpuKernels, generator: torch.Generator,
-) -> None:  # fmt: skip
+def test_latent_calls(paged, levels, ordered, laid_out, latent, kernels, generator):
     for turn in range(3):
         batch = batch_of(generator, levels, paged, ordered)
         q, groups = queries(generator, 6, 2), groups_of(levels, ordered)
@@ -132,10 +129,7 @@ def test_trees_and_packed_queries(options, latent, kernels, generator):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept workspace", "allocated"])
-def test_whole_calls(
-    kept: bool, latent: RepeatableKernel, kernels: CpuKernels, generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_whole_calls(kept, latent, kernels, generator, monkeypatch):
     if not kept:
         monkeypatch.setattr("mla_var3.attention.replay.workspace.LARGEST_BYTES", 0)
     model = make_model(generator, H, D, K, DTYPE)
