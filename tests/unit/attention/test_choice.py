@@ -92,9 +92,8 @@ def test_what_the_plans_cannot_do(options, refusal):
     kernels = {c.kernel: c for c in explanation.candidates}
     assert refusal in str(kernels["mla_var6_plus"].refusal)
     assert kernels["mla_var6_plus"].predicted_us is None
-    if {"ragged", "tree", "sliding_window"} & set(options) or options.get(
-        "page_size"
-    ) == 64:  # the latent kernels serve these
+    served = options.get("page_size") == 64 or {"ragged", "tree", "sliding_window"} & set(options)
+    if served:  # by the latent kernels
         assert explanation.kernel in ("flash_mla", "flash_mla_split_kv")
         assert explanation.path == "kernel"
     elif "d" not in options:
@@ -118,11 +117,8 @@ def test_on_the_cpu_the_torch_path_runs_and_is_named(generator):
     cache, _ = filled_cache(generator, [5], model)
     q_nope, q_rope = (normal(generator, 1, 1, 2, w, dtype=torch.float32) for w in (6, 4))
     explanation = mla_var3.explain(q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True)
-    assert (explanation.kernel, explanation.path, explanation.runs_on) == (
-        "torch_tiled",
-        "torch",
-        "cpu",
-    )
+    found = explanation.kernel, explanation.path, explanation.runs_on
+    assert found == ("torch_tiled", "torch", "cpu")
     assert "on the CPU" in explanation.reason
     latent = mla_var3.explain(torch.randn(1, 1, 2, 8), q_rope, cache, d=6)
     assert latent.shape.latent_only
@@ -265,13 +261,11 @@ def test_choose_prints_json(capsys):
     ("argv", "code", "message"),
     [
         (["--kernel=flash"], 2, "unknown kernel 'flash'"),
-        (["--s=0"], 2, "s: expected a positive integer, got 0"),
         (["--s=5", "--t=2"], 2, "s: expected at most t=2 (causal), got 5"),
         (["--t=100", "--prefix=200"], 2, "prefix: expected an integer from 0 to t=100, got 200"),
         (["--t=100", "--window=200"], 2, "window: expected an integer from 0 to t=100, got 200"),
         (["--b=4", "--prefix=9", "--groups=5"], 2, "groups: expected an integer from 1 to b=4"),
         (["--groups=3"], 2, "groups: expected 1 without a shared prefix, got 3"),
-        (["--device_name=H205"], 2, "unknown device 'H205'"),
         (["--dtype=int8"], 2, "dtype: expected bfloat16 or float16 or float32, got 'int8'"),
         (["--cache_dtype=fp4"], 2, "unknown cache format 'fp4'"),
         (

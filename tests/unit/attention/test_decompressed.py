@@ -253,8 +253,24 @@ def test_views_without_rope_keys_of_their_own(model, generator):
         ("mla_var6_plus_v6", {"prefix": 96, "page_size": 64}, "ends inside of a page"),
         ("flash_attention", {"d": 64}, "these sizes: (d, p, v): expected (128, 64, 128)"),
         *(
-            (kernel, {"window": 64, "prefix": 64, **options}, refusal)
-            for kernel in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v6")
+            ("mla_var6_plus_v5", {"window": 64, "window_dtype": "fp8", **options}, refusal)
+            for options, refusal in (
+                ({"s": 65}, "65 queries over a window of 64 slots"),
+                ({"d": 64}, "these sizes: d: expected 128"),
+                ({"v": 64}, "values of width v=64 beside d=128"),
+                ({"page_size": 80}, "pages of 80 tokens"),
+                ({"window": 4096, "prefix": 64}, "beside a shared prefix"),
+                ({"cache_dtype": "fp8_per_token"}, "an 8-bit cache (fp8_per_token)"),
+            )
+        ),
+        *(
+            (kernel, {"window": 64, "prefix": 64, "window_dtype": form, **options}, refusal)
+            for kernel, form in (
+                ("flash_attention", None),
+                ("mla_var6_plus", None),
+                ("mla_var6_plus_v5", "fp8"),
+                ("mla_var6_plus_v6", None),
+            )
             for options, refusal in (
                 ({"ragged": True}, "different numbers of queries per request"),
                 ({"tree": True}, "a tree of tokens"),

@@ -165,15 +165,6 @@ def test_never_the_whole_pool_is_dequantised(model, generator, monkeypatch):
     assert seen == [128] * 4
 
 
-@FORMAT
-def test_kernels_refuse_by_name(name, model, generator):
-    cache, _ = filled_cache(generator, [9], model, p=P, dtype=torch.bfloat16, cache_dtype=name)
-    operands = (*queries(generator, 1, 2), cache, model.w_uk, model.w_uv)
-    for kernel in ["mla_var6_plus"] + (["flash_mla:cute-dsl"] if name not in FP8_FORMATS else []):
-        with pytest.raises(UnsupportedError, match=rf"an 8-bit cache \({name}\)"):
-            mla_var3.mla_attention(*operands, kernel=kernel)
-
-
 def refusals(found: Explanation) -> dict[str, str | None]:
     return {f"{each.kernel}:{each.language}": each.refusal for each in found.candidates}
 

@@ -129,16 +129,6 @@ def test_kernels_that_need_equal_widths_refuse_by_name():
         mla_var3.explain(**sizes, kernel="mla_var6_plus", device_name="H200")
 
 
-def test_a_model_without_rope_says_what_does_not_serve_it():
-    sizes = {"b": 32, "s": 4, "t": 4096, **mla_var3.model("glm-5.3-flash").sizes()}
-    found = mla_var3.explain(**sizes, device_name="H200")
-    refusals = {(c.kernel, c.language): c.refusal for c in found.candidates}
-    assert refusals[found.kernel, found.language] is None
-    assert refusals["torch_tiled", "torch"] is None
-    why = refusals["flash_attention", "cutile-dsl"]
-    assert why == "these sizes: p: expected a positive integer, got 0"
-
-
 def test_a_wrong_width_is_named():
     problem, inputs = case(mla_var3.model("glm-4.7-flash").widths, 2, 1, True)
     cache = (inputs.c_kv, inputs.k_rope)

@@ -149,11 +149,3 @@ def test_the_examples_of_the_page_run(repo_root, capsys):
     out = capsys.readouterr().out
     for words in ("MixTime", "latent_tflops_per_sm", "latent_copied_cost"):
         assert words in out
-
-
-def test_the_page_names_every_option_and_parameter(repo_root):
-    page = (repo_root / "docs" / "planning.md").read_text()
-    parameters = derived_parameters(device_spec("H200")).parameters
-    options = {"budget", "layers", "dtype", "lengths", "for_device", "parameters", "json"}
-    for name in (*parameters, *(f"--{option}" for option in options)):
-        assert f"`{name}`" in page, name

@@ -188,14 +188,6 @@ def test_the_host_checks_what_it_can_read(generator):
         mla_var3.mla_latent_attention(*q, dense.cache, kernel=KERNEL)
 
 
-def test_a_layout_serves_all_layers(generator):
-    layers = [make_batch(generator, LENGTHS, PREFIXES, paged=True) for _ in range(2)]
-    q = queries(generator, len(LENGTHS), 2)
-    layout = prefix_layout(GROUPS, q[0], layers[0].cache)
-    for batch in layers:
-        batch.require(*q, *attended(batch, q, layout))
-
-
 def test_other_kernels_may_ignore_groups(generator):
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 2)
