@@ -5,11 +5,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-import mla_var3
 from mla_var3.attention import CacheView, mla_latent_attention
 from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend
-from mla_var3.conf.models import models
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS, LatentWidths
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
@@ -73,13 +71,3 @@ def test_a_call_without_rope_reaches_the_kernel():
     (operands,) = seen
     assert operands.q_rope is None and operands.rope is None
     assert operands.widths == LatentWidths(512, 0)
-
-
-@pytest.mark.parametrize("model", models().values(), ids=lambda model: model.name)
-def test_the_latent_kernel_serves_every_published_model(model):
-    k, d, p, v = model.widths
-    found = mla_var3.explain(
-        b=8, s=4, t=4096, h=model.heads, k=k, d=d, p=p, v=v, page_size=64,
-        device_name="NVIDIA H200",
-    )  # fmt: skip
-    assert (found.kernel, found.language) == ("flash_mla", "cute-dsl")

@@ -40,20 +40,11 @@ def test_a_tp_that_does_not_divide_the_heads(tp, message):
         mla_var3.model("glm-4.7-flash").heads_per_rank(tp)
 
 
-def test_the_table_has_every_width_that_was_published():
+def test_names_are_unique_and_sources_are_repositories():
     names = [name for entry in models().values() for name in (entry.name, *entry.aliases)]
     assert len(names) == len(set(names))
     assert all(name == name.lower() for name in names)
-    assert {entry.widths for entry in models().values()} == {
-        (512, 128, 64, 128),
-        (512, 192, 64, 256),
-        (512, 256, 0, 256),
-        (256, 64, 64, 128),
-        (256, 64, 32, 64),
-    }
-    assert {entry.heads for entry in models().values()} == {128, 96, 64, 40, 32, 20, 16}
-    for entry in models().values():
-        assert entry.source.count("/") == 1, "the name of a repository"
+    assert all(entry.source.count("/") == 1 for entry in models().values())
 
 
 @pytest.mark.parametrize(

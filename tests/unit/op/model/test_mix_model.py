@@ -299,14 +299,6 @@ def test_a_fine_search_comes_within_the_steps_of_whole_sms(s):
     assert found <= best * 1.005
 
 
-def test_fewer_bytes_make_a_larger_window_pay():
-    problem = MlaProblem(b=32, s=32, t=4096, h=128)
-    plain, small = MixModel(H200, PLAIN), MixModel(H200, FP8)
-    times = [m.at(problem, m.best_n(problem, multiple=128)).total_us for m in (plain, small)]
-    assert times[1] < times[0]
-    assert small.best_n(problem, multiple=128) > plain.best_n(problem, multiple=128)
-
-
 def test_bad_choices_are_refused():
     model = MixModel(H200)
     with pytest.raises(InvalidArgumentError, match="split: expected an integer from 0 to sm_count"):
