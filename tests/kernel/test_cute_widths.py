@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.attention import CacheView, mla_latent_attention
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS, LatentWidths
@@ -17,6 +16,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOptions,
 )
 from mla_var3.kernel.cute_python.mla.latent.producer import block_parts
+from tests.unit.attention.attention_support import registered
 
 from .noted_calls import Calls, meta_call, note_calls
 
@@ -63,11 +63,8 @@ def test_a_call_without_rope_reaches_the_kernel():
     rows = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
     cache = CacheView(rows, rows[..., 512:], torch.tensor([64, 3], dtype=torch.int32))
     q = torch.zeros(2, 1, 8, 512, dtype=torch.bfloat16)
-    registry.register(LatentBackend("zeros", "torch", attend, runs_on_cpu=True))
-    try:
+    with registered(LatentBackend("zeros", "torch", attend, runs_on_cpu=True)):
         mla_latent_attention(q, q.new_empty(2, 1, 8, 0), cache, kernel="zeros", scale=0.1)
-    finally:
-        registry.unregister("zeros", "torch")
     (operands,) = seen
     assert operands.q_rope is None and operands.rope is None
     assert operands.widths == LatentWidths(512, 0)

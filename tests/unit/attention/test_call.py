@@ -25,6 +25,7 @@ from .attention_support import (
     normal,
     oracle,
     random_parents,
+    require_oracle,
 )
 
 mla_attention = mla_var3.mla_attention
@@ -135,22 +136,16 @@ def test_the_output_alone_and_into_a_given_tensor(generator):
     torch.testing.assert_close(packed.view_as(alone), alone)
 
 
-def _swap(
-    expected: tuple[torch.Tensor, torch.Tensor], lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return expected[0], lse, expected[1]
-
-
 def test_latent_attention(generator):
     model = make_model(generator)
     cache, tokens = filled_cache(generator, [70, 0, 3], model, page_size=64, window=5)
     q_latent, q_rope = (normal(generator, 3, 2, 2, w, dtype=torch.float32) for w in (8, P))
     output, lse = mla_var3.mla_latent_attention(q_latent, q_rope, cache, d=6)
     for request, rows in enumerate(tokens):
-        expected = latent_oracle(
+        expected, expected_lse = latent_oracle(
             q_latent[request], q_rope[request], rows[:, :8], rows[:, 8:], scale=(6 + P) ** -0.5
         )
-        assert_close(output[request], *_swap(expected, lse[request]))
+        assert_close(output[request], expected, lse[request], expected_lse)
 
 
 def test_a_foreign_paged_cache(generator):
@@ -164,9 +159,8 @@ def test_a_foreign_paged_cache(generator):
     output, lse = mla_attention(
         q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, max_kv=128
     )
-    for request, rows in enumerate((pages[[4, 1]].flatten(0, 1)[:100], pages[3])):
-        expected = oracle(q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model)
-        assert_close(output[request], *_swap(expected, lse[request]))
+    tokens = pages[[4, 1]].flatten(0, 1)[:100], pages[3]
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
@@ -187,10 +181,9 @@ def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
         output, lse = mla_attention(
             q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, kernel="torch_tiled"
         )
-        for request, length in enumerate((190, 110)):
-            rows = pages[table[request].long()].flatten(0, 1)[:length]
-            expected = oracle(q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model)
-            assert_close(output[request], *_swap(expected, lse[request]))
+        tokens = [pages[own.long()].flatten(0, 1) for own in table]
+        tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
+        require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 def test_tokens_without_a_key_give_zero(generator):
@@ -274,9 +267,7 @@ def test_the_kernels_on_the_interpreter(kernel, window, generator):
     output, lse = mla_attention(
         q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel, return_lse=True
     )
-    for request, rows in enumerate(tokens):
-        expected = oracle(q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model)
-        assert_close(output[request], *_swap(expected, lse[request]))
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 def test_a_foreign_window_without_its_start_is_full(generator):
@@ -289,9 +280,7 @@ def test_a_foreign_window_without_its_start_is_full(generator):
     output, lse = mla_attention(
         q_nope, q_rope, view, model.w_uk, model.w_uv, kernel="mla_var6_plus", return_lse=True
     )
-    for request, rows in enumerate(tokens):
-        expected = oracle(q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model)
-        assert_close(output[request], *_swap(expected, lse[request]))
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["the cache", "a view from before"])
@@ -304,12 +293,9 @@ def test_a_short_window_is_completed_for_the_mixed_kernel(held, generator):
     q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
 
     def require_right() -> None:
-        mixed = mla_attention(q_nope, q_rope, given, model.w_uk, model.w_uv, kernel="mla_var6_plus")
-        for request, rows in enumerate((tokens[0][:57], tokens[1])):
-            expected, lse = oracle(
-                q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model
-            )
-            assert_close(mixed[request], expected, lse, lse)
+        operands = (q_nope, q_rope, given, model.w_uk, model.w_uv)
+        found = mla_attention(*operands, kernel="mla_var6_plus", return_lse=True)
+        require_oracle(*found, (q_nope, q_rope), (tokens[0][:57], tokens[1]), model)
 
     given = cache.view() if held else cache
     cache.truncate([3, 0])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.backends import registry as backends
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.select import tuned
@@ -25,7 +24,7 @@ from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel, plan_class
 
-from .attention_support import filled_cache, make_model, normal
+from .attention_support import filled_cache, make_model, normal, registered
 
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128}
 H200 = "NVIDIA H200"
@@ -211,12 +210,9 @@ def test_equal_predictions_go_to_the_plugged_kernel():
     def unsupported(shape: CallShape) -> str | None:
         return None if shape.page_size else "a dense cache"
 
-    backends.register(LatentBackend("flash_mla", "cute-dsl", lambda *_: None, unsupported))
-    try:
+    with registered(LatentBackend("flash_mla", "cute-dsl", lambda *_: None, unsupported)):
         dense = mla_var3.explain(**SIZES, device_name=H200)
         paged = mla_var3.explain(**SIZES, page_size=64, device_name=H200)
-    finally:
-        backends.unregister("flash_mla", "cute-dsl")
     assert (dense.kernel, dense.language) == ("flash_mla", "cutile-dsl")
     assert (paged.kernel, paged.language) == ("flash_mla", "cute-dsl")
 
@@ -255,27 +251,3 @@ def test_choose_prints_json(capsys):
     assert report["kernel"] == "flash_mla_split_kv"
     assert report["shape"]["tree"] is True and report["shape"]["b"] == 4
     assert report["device"] == "NVIDIA GeForce RTX 5090"
-
-
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
-        (["--kernel=flash"], 2, "unknown kernel 'flash'"),
-        (["--s=5", "--t=2"], 2, "s: expected at most t=2 (causal), got 5"),
-        (["--t=100", "--prefix=200"], 2, "prefix: expected an integer from 0 to t=100, got 200"),
-        (["--t=100", "--window=200"], 2, "window: expected an integer from 0 to t=100, got 200"),
-        (["--b=4", "--prefix=9", "--groups=5"], 2, "groups: expected an integer from 1 to b=4"),
-        (["--groups=3"], 2, "groups: expected 1 without a shared prefix, got 3"),
-        (["--dtype=int8"], 2, "dtype: expected bfloat16 or float16 or float32, got 'int8'"),
-        (["--cache_dtype=fp4"], 2, "unknown cache format 'fp4'"),
-        (
-            ["--cache_dtype=fp8", "--kernel=mla_var6_plus"],
-            1,
-            "it does not support an 8-bit cache (fp8); it reads 16-bit ones",
-        ),
-        (["--kernel=mla_var6_plus", "--tree"], 1, "it does not support a tree of tokens"),
-    ],
-)
-def test_choose_refuses(argv, code, message, capsys):
-    assert main(["choose", *argv]) == code
-    assert message in capsys.readouterr().err

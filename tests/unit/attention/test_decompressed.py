@@ -21,7 +21,7 @@ from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.widths import HEAD_WIDTHS
 
-from .attention_support import Model, assert_close, filled_cache, make_model, normal, oracle
+from .attention_support import Model, filled_cache, make_model, normal, require_oracle
 from .emulated_stages import attend, backend, emulate, stage_of
 
 H200 = "NVIDIA H200"
@@ -49,12 +49,8 @@ def require_right(
     tokens: list[torch.Tensor],
     model: Model,
 ) -> None:
-    for request, rows in enumerate(tokens):
-        expected, lse = oracle(
-            task.q[request], task.q_rope[request], rows[:, :K], rows[:, K:], model,
-            causal=task.causal, scale=task.scale,
-        )  # fmt: skip
-        assert_close(result[0][request], expected, result[1][request], lse)
+    q = task.q, task.q_rope
+    require_oracle(*result, q, tokens, model, causal=task.causal, scale=task.scale)
 
 
 def cache_and_tokens(

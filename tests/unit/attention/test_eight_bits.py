@@ -10,7 +10,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention import CacheView, LatentCache, explain, paged_view
-from mla_var3.attention.backends import registry, torch_tiled
+from mla_var3.attention.backends import torch_tiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.select.choice import Explanation
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
@@ -27,6 +27,7 @@ from .attention_support import (
     make_model,
     normal,
     oracle,
+    registered,
 )
 
 H, D, K, P = 2, 6, 256, 8
@@ -244,16 +245,12 @@ def test_a_shared_prefix(name, page_size, model, generator):
     )  # fmt: skip
     q = queries(generator, 3, 2)
     operands = (*q, cache, model.w_uk, model.w_uv)
-    backend = PrefixBackend(torch_tiled.TorchTiled())
-    registry.register(backend)
-    try:
+    with registered(PrefixBackend(torch_tiled.TorchTiled())) as backend:
         if page_size is None and name == "fp8_per_token":
             with pytest.raises(UnsupportedError, match="share no first tokens"):
                 mla_var3.mla_attention(*operands, kernel=backend.kernel)
             return
         found = mla_var3.mla_attention(*operands, kernel=backend.kernel, return_lse=True)
-    finally:
-        registry.unregister(backend.kernel, backend.language)
     view = replace(cache.view(), k_prefix=None, v_prefix=None, k_rope_prefix=None)
     wanted = mla_var3.mla_attention(
         *q, view, model.w_uk, model.w_uv, kernel="torch_tiled", return_lse=True

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.bench import suites
@@ -21,6 +20,7 @@ from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import KernelId
+from tests.unit.attention.attention_support import registered
 
 MANY = [
     KernelId("flash_attention", 0, "cutile-dsl", "mla"),
@@ -115,14 +115,10 @@ def test_the_prefix_contender_is_checked(tokens):
     """Its passes in PyTorch, on the CPU."""
     backend = PrefixBackend(TorchTiled())
     backend.kernel, backend.language = PREFIX_KERNEL, "cute-dsl"
-    registry.register(backend)
     problem = MlaProblem(b=4, s=2, t=200, h=2, lengths=(200, 150, 160, 70))
-    contender = prefix_contender(problem, SharedTokens(2, tokens), "cpu")
-    try:
-        ready = contender.build()
+    with registered(backend):
+        ready = prefix_contender(problem, SharedTokens(2, tokens), "cpu").build()
         assert ready.check() < 0.01 and ready.path == "latent"
-    finally:
-        registry.unregister(backend.kernel, backend.language)
     copied = flash_mla_cost(problem)
     assert ready.cost.flops == copied.flops
     assert (ready.cost.bytes < copied.bytes) == any(tokens)

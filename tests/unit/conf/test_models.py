@@ -15,6 +15,14 @@ DEEPSEEK = {
     "v_head_dim": 128,
     "num_attention_heads": 128,
 }
+OPENPANGU = {
+    "attention_kv_lora_dim": 512, "attention_qk_dim": 128, "attention_qk_rope_dim": 64,
+    "attention_v_dim": 128, "num_attention_heads": 128,
+}  # fmt: skip
+MINICPM3 = {
+    "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": None,
+    "hidden_size": 2560, "num_attention_heads": 40,
+}  # fmt: skip
 
 
 def test_a_model_by_name_alias_and_case():
@@ -52,29 +60,8 @@ def test_names_are_unique_and_sources_are_repositories():
     [
         (DEEPSEEK, (512, 128, 64, 128), 128),
         ({"text_config": {**DEEPSEEK, "num_attention_heads": 96}}, (512, 128, 64, 128), 96),
-        (
-            {
-                "attention_kv_lora_dim": 512,
-                "attention_qk_dim": 128,
-                "attention_qk_rope_dim": 64,
-                "attention_v_dim": 128,
-                "num_attention_heads": 128,
-            },
-            (512, 128, 64, 128),
-            128,
-        ),
-        (
-            {
-                "kv_lora_rank": 256,
-                "qk_nope_head_dim": 64,
-                "qk_rope_head_dim": 32,
-                "v_head_dim": None,
-                "hidden_size": 2560,
-                "num_attention_heads": 40,
-            },
-            (256, 64, 32, 64),
-            40,
-        ),
+        (OPENPANGU, (512, 128, 64, 128), 128),
+        (MINICPM3, (256, 64, 32, 64), 40),
         ({**DEEPSEEK, "qk_rope_head_dim": 0}, (512, 128, 0, 128), 128),
     ],
     ids=["deepseek", "nested", "openpangu", "minicpm3", "no rope"],
