@@ -103,14 +103,6 @@ def test_any_number_of_splits(splits, causal):
     require_end_to_end(plan, require(plan))
 
 
-def test_the_split_count_follows_from_the_shape():
-    """One request of many tiles is split; many requests are not."""
-    one = make_plan("flash_mla_split_kv", b=1, s=1, t=8192, h=128).resolve(800.0, 4000.0)
-    many = make_plan("flash_mla_split_kv", b=256, s=16, t=8192, h=128).resolve(800.0, 4000.0)
-    assert one.splits > 8
-    assert many.splits == 1
-
-
 @pytest.mark.parametrize(
     "sizes",
     [{"d": 64, "p": 32, "k": 256}, {"h": 3}],

@@ -80,21 +80,11 @@ def test_widths_and_scales_of_8_bit_caches_are_checked():
         latent_plan("flash_mla").plan(*inputs)
 
 
-@pytest.mark.parametrize("name", ["flash_mla", "split_kv_partial"])
-@pytest.mark.parametrize("page", [0, 32])
-def test_without_rope(name, page):
-    """A rope part of no columns is left out of the scores."""
-    plan = latent_plan(name, page=page)
-    inputs = LatentInputs(*plan.prepare_inputs("cpu"))
-    plan.p = 0
-    given = inputs._replace(q_rope=inputs.q_rope[..., :0], k_rope=inputs.k_rope[..., :0])
-    require(plan, tuple(tensor for tensor in given if tensor is not None))
-
-
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_plan_without_rope(name):
-    """Whole plans, the merge of splits included."""
-    require(latent_plan(name, p=0))
+@pytest.mark.parametrize("page", [0, 32])
+def test_a_plan_without_rope(name, page):
+    """A rope part of no columns is left out of the scores."""
+    require(latent_plan(name, page=page, p=0))
 
 
 def test_a_kv_tile_lies_in_one_page():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 
 from .attention_support import filled_cache, make_model
@@ -39,22 +38,6 @@ def held(cache: LatentCache) -> list[list[float]]:
         assert torch.equal(latent[request, :, 0] + 0.5, rope[request, :, 0])
         found.append(latent[request, :, 0].tolist())
     return found
-
-
-@pytest.mark.parametrize("valid", [[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]])
-def test_masked_put_writes_the_valid_rows_only(valid):
-    target = torch.arange(10.0).view(5, 2)
-    expected = target.clone()
-    index = torch.tensor([4, 2, 0])
-    values = torch.full((3, 2), torch.nan)
-    for row, is_valid in enumerate(valid):
-        if is_valid:
-            values[row] = 100.0 + row
-            expected[index[row]] = values[row]
-        else:
-            index[row] = 10**9  # out of bounds, and never used
-    masked_put(target, (index,), values, torch.tensor(valid, dtype=torch.bool))
-    assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize(
@@ -150,38 +133,12 @@ def test_the_name_of_a_torch_dtype_is_no_format():
         LatentCache.allocate(2, 130, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_append_truncate_evict(page_size):
-    cache = make_cache(2, page_size=page_size)
-    assert cache.append(*rows(70, 70), [70, 3]).tolist() == [70, 3]
-    assert held(cache) == [list(range(70)), [1000, 1001, 1002]]
-    cache.append(*rows(2, 2, first=500))
-    assert held(cache) == [[*range(70), 500, 501], [1000, 1001, 1002, 1500, 1501]]
-    cache.truncate([10, 1])
-    assert held(cache) == [list(range(62)), [1000, 1001, 1002, 1500]]
-    cache.truncate(torch.tensor([0, 99]))
-    assert held(cache) == [list(range(62)), []]
-    cache.evict([0])
-    assert held(cache) == [[], []]
-    cache.check()
-
-
 def test_packed_append(generator):
     cache = make_cache(3, page_size=64)
     latent, rope = rows(9)
     bounds = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
     assert cache.append(latent[0], rope[0], cu_seqlens=bounds).tolist() == [2, 0, 5]
     assert held(cache) == [[0, 1], [], [2, 3, 4, 5, 6]]
-
-
-def test_what_does_not_fit_is_refused_whole():
-    cache = make_cache(2, 8)
-    cache.append(*rows(6, 6), [6, 1])
-    assert cache.append(*rows(3, 3, first=50)).tolist() == [0, 3]
-    assert held(cache) == [list(range(6)), [1000, 1050, 1051, 1052]]
-    assert cache.refused.tolist() == [3, 0]
-    with pytest.raises(UnsupportedError, match=r"cache: expected space .* got 3 .*request: {0: 3}"):
-        cache.check()
 
 
 def test_a_refusal_can_be_handled_and_forgotten():
@@ -194,20 +151,6 @@ def test_a_refusal_can_be_handled_and_forgotten():
         cache.check()
     assert cache.read_refused() == [0, 0, 3]
     cache.check()
-
-
-def test_pages_go_to_the_first_and_nobody_overtakes():
-    cache = make_cache(4, 256, page_size=64, num_pages=3)
-    assert cache.pages is not None
-    taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
-    assert taken.tolist() == [64, 0, 0, 0]
-    assert cache.pages.free_count.tolist() == [2]
-    # A page that is already held has space left, whatever the others got.
-    taken = cache.append(*rows(65, 65, 65, 65, first=500), [65, 65, 0, 0])
-    assert taken.tolist() == [65, 0, 0, 0]
-    assert held(cache)[0] == [*range(64), *range(500, 565)]
-    cache.evict([0])
-    assert cache.append(*rows(64, 64, 64, 64), [0, 64, 64, 64]).tolist() == [0, 64, 64, 64]
 
 
 def test_addresses_stay():
