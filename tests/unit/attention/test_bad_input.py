@@ -11,6 +11,7 @@ from mla_var3.attention import CacheView, CallShape, paged_view, tree_ancestors
 from mla_var3.errors import HyperMlaError
 
 B, T, H, D, P, K = 2, 8, 2, 6, 4, 8
+WINDOW = {"k_new": torch.ones(B, H, 3, D), "v_new": torch.ones(B, H, 3, D)}
 NO_TEXT = (None, 3, [], torch.ones(1))
 
 
@@ -101,20 +102,16 @@ def test_parents_are_a_tensor_of_indices(parents, message):
         ({"k_new": torch.ones(B, H, 3, D)}, "cache.v_new: expected a tensor [b=2, h=2, n=3, v=6]"),
         ({"v_new": torch.ones(B, H, 3, D)}, "cache.k_new: expected one beside its other"),
         (
-            {"window_start": torch.zeros(B, dtype=torch.int32)},
-            "cache.k_new: expected one beside its other parts, got None",
+            {"window_start": torch.zeros(B).int()},
+            "cache.k_new: expected one beside its other parts",
         ),
         (
             {"k_prefix": torch.ones(H, 3, D), "v_prefix": torch.ones(H, 2, D)},
             "cache.v_prefix: expected [h=2, m=3, v=6], got [2, 2, 6]",
         ),
         (
-            {
-                "k_new": torch.ones(B, H, 3, D),
-                "v_new": torch.ones(B, H, 3, D),
-                "window_start": torch.zeros(B),
-            },
-            "cache.window_start: expected dtype torch.int32, got torch.float32",
+            {**WINDOW, "window_start": torch.zeros(B)},
+            "cache.window_start: expected dtype torch.int32",
         ),
     ],
 )

@@ -153,6 +153,20 @@ def test_a_refusal_can_be_handled_and_forgotten():
     cache.check()
 
 
+def test_pages_go_to_the_first_and_nobody_overtakes():
+    cache = make_cache(4, 256, page_size=64, num_pages=3)
+    assert cache.pages is not None
+    taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
+    assert taken.tolist() == [64, 0, 0, 0]
+    assert cache.pages.free_count.tolist() == [2]
+    # A page that is already held has space left, whatever the others got.
+    taken = cache.append(*rows(65, 65, 65, 65, first=500), [65, 65, 0, 0])
+    assert taken.tolist() == [65, 0, 0, 0]
+    assert held(cache)[0] == [*range(64), *range(500, 565)]
+    cache.evict([0])
+    assert cache.append(*rows(64, 64, 64, 64), [0, 64, 64, 64]).tolist() == [0, 64, 64, 64]
+
+
 def test_addresses_stay():
     cache = make_cache(2, page_size=64, window=5)
     weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}

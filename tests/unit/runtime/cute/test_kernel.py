@@ -38,11 +38,6 @@ from tests.unit.runtime.cute.cute_support import (
 )
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return note_compilations(monkeypatch)
-
-
 def cache_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "cute-compile").rglob("*.zip"))
 

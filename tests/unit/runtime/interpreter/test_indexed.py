@@ -47,3 +47,27 @@ def test_atomics_take_no_mask():
         values(lambda a: ct.atomic_add(a, 0, 1, mask=True), x)
     values(lambda a: ct.atomic_add(a, -ct.arange(2, dtype=ct.int32), 1), x)
     assert x.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("operation", "update", "expected"),
+    [
+        (ct.atomic_xchg, 5, [5, 5, 5]),
+        (ct.atomic_max, 2, [2, 2, 3]),
+        (ct.atomic_min, 2, [1, 2, 2]),
+        (ct.atomic_and, 2, [0, 2, 2]),
+        (ct.atomic_or, 4, [5, 6, 7]),
+        (ct.atomic_xor, 1, [0, 3, 2]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_atomic_operations(operation, update, expected):
+    x = torch.tensor([1, 2, 3], dtype=torch.int32)
+
+    def body(a):
+        index = ct.arange(4, dtype=ct.int32)
+        return operation(a, index, ct.full((), update, a.dtype))
+
+    old = values(body, x)
+    assert old[:3] == [1, 2, 3]
+    assert x.tolist() == expected
