@@ -1,23 +1,17 @@
 """Bad input: every error names the argument, what was expected and what came."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from mla_var3.errors import InvalidArgumentError
 
-from .kernel_support import DESIGNS, INPUT_NAMES, STAGES, Case, make_plan, plan_of
+from .kernel_support import DESIGNS, STAGES, Case, make_plan, named_inputs, plan_of
 
 PLANS = (*DESIGNS, *STAGES)
 CASE = Case(s=3, t=20, h=2, lengths=(20, 7), n=5)
 SIZES = {"b": 2, "s": 3, "t": 20, "h": 2}
-
-
-def inputs_of(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    plan = plan_of(name, CASE)
-    return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -131,7 +125,8 @@ def test_what_fits_depends_on_the_target():
 @pytest.mark.parametrize("name", PLANS)
 def test_wrong_tensors(name):
     """Of each input: every dimension one too large, one too many, another dtype or device."""
-    plan, inputs = inputs_of(name)
+    plan = plan_of(name, CASE)
+    inputs = named_inputs(plan, name)
 
     def refusal(argument: str, wrong: torch.Tensor) -> str:
         with pytest.raises(InvalidArgumentError) as caught:

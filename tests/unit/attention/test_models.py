@@ -137,15 +137,10 @@ def test_a_wrong_width_is_named():
         mla_var3.mla_attention(*operands, inputs.w_uv[..., :0])
     windowed = filled(problem, inputs, window=8)
     with pytest.raises(InvalidArgumentError, match=r"cache.v_new: expected \[b=2, h=2, n=8, v=192"):
-        mla_var3.mla_attention(*replace_cache(operands, windowed), inputs.w_uv[..., :192])
+        mla_var3.mla_attention(*operands[:2], windowed, inputs.w_uk, inputs.w_uv[..., :192])
     with pytest.raises(InvalidArgumentError, match=r"out: expected \[b=2, s=1, h=2, v=256\]"):
         mla_var3.mla_attention(*operands, inputs.w_uv, out=torch.empty_like(inputs.q_nope))
     assert replace(problem, v=0).v == problem.d
-
-
-def replace_cache(operands: tuple, cache: mla_var3.LatentCache) -> tuple:
-    q_nope, q_rope, _, w_uk = operands
-    return q_nope, q_rope, cache, w_uk
 
 
 @pytest.mark.parametrize("widths", [each for each in WIDTHS if each.p], ids=str)

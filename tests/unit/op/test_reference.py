@@ -27,19 +27,10 @@ from mla_var3.op.mla.reference import (
     reference_latent,
     reference_mix,
 )
+from tests.unit.op.op_support import wide
 
 # Mixed lengths: full, empty, shorter than s, just s, in between.
 PROBLEM = MlaProblem(b=5, s=4, t=11, h=3, d=8, p=4, k=16, v=6, lengths=(11, 0, 2, 4, 7))
-
-
-def wide(inputs: MlaInputs, dtype: torch.dtype = torch.float64) -> MlaInputs:
-    """The same values in a dtype in which the projections do not round."""
-    return MlaInputs(
-        **{
-            name: tensor if name == "lengths" else tensor.to(dtype)
-            for name, tensor in vars(inputs).items()
-        }
-    )
 
 
 def mask_options(problem):

@@ -8,7 +8,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cost import flash_mla_cost
-from mla_var3.op.mla.inputs import MlaInputs, project_queries
+from mla_var3.op.mla.inputs import project_queries
 from mla_var3.op.mla.prefix.problem import (
     SharedPrefixProblem,
     latent_copied_cost,
@@ -25,18 +25,10 @@ from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import decompressed_segment, reference_from_latent
 from mla_var3.op.mla.window.formats import FP8, PLAIN
 from mla_var3.op.mla.window.quantise import quantise
+from tests.unit.op.op_support import wide
 
 # Full, empty, within the prefix, at its end, just past it, own tokens fewer than queries.
 PROBLEM = MlaProblem(b=6, s=4, t=12, h=3, d=8, p=4, k=16, v=6, lengths=(12, 0, 2, 5, 6, 8))
-
-
-def wide(inputs: MlaInputs) -> MlaInputs:
-    return MlaInputs(
-        **{
-            name: tensor if name == "lengths" else tensor.double()
-            for name, tensor in vars(inputs).items()
-        }
-    )
 
 
 def shared_attention(problem: MlaProblem, x: SharedPrefixInputs):
