@@ -124,9 +124,14 @@ def test_the_prefix_contender_is_checked(tokens):
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
 
 
-def test_the_figures_have_the_newest_versions_and_a_mix_without_a_window():
-    last = suites.figures_cases(MANY, suites.PEERS)[-1]
-    found = [(choice.kernel.full_name, dict(choice.fields)) for choice in last.kernels]
+def test_the_figures_have_their_shapes_newest_versions_and_a_mix_without_a_window():
+    cases = suites.figures_cases(MANY, suites.PEERS)
+    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
+    assert shapes == [
+        (8, 16, 4096, True), (2, 1024, 4096, False), (2, 1024, 4096, True), (4, 1, 32768, True),
+        *((32, s, 4096, True) for s in (16, 32, 64)),
+    ]  # fmt: skip
+    found = [(choice.kernel.full_name, dict(choice.fields)) for choice in cases[-1].kernels]
     for wanted in (("mla_var6_plus", {}), ("mla_var6_plus", {"n": 0}), ("flash_mla_v10", {})):
         assert wanted in found
     assert ("flash_mla_v2", {}) not in found
