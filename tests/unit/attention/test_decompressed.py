@@ -242,6 +242,7 @@ def test_views_without_rope_keys_of_their_own(model, generator):
             for options, refusal in (
                 ({"s": 65}, "65 queries over a window of 64 slots"),
                 ({"d": 64}, "these sizes: d: expected 128"),
+                ({"k": 256}, "these sizes: k: expected 512"),
                 ({"v": 64}, "values of width v=64 beside d=128"),
                 ({"page_size": 80}, "pages of 80 tokens"),
                 ({"window": 4096, "prefix": 64}, "beside a shared prefix"),

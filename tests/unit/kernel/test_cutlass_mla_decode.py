@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.errors import (
     InvalidArgumentError,
     KernelCompileError,
@@ -367,6 +368,13 @@ def test_other_architectures_are_refused(fake):
         stage.compile("sm_90")
     with pytest.raises(UnsupportedError, match=r"expected a GPU of sm_100a.*NVIDIA H200"):
         stage.require_target("sm_90", "NVIDIA H200")
+
+
+def test_the_command_line_says_what_is_missing(capsys):
+    argv = ["cutlass_mla_decode", "--language=cute-dsl", "--prof_type=static", "--b=1", "--t=200"]
+    assert kernel_command.main(argv) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: cutlass_dir: expected a checkout of CUTLASS")
 
 
 @pytest.mark.slow
