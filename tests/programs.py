@@ -1,9 +1,12 @@
 """Starts programs for tests, and makes stand-ins for those that they start."""
 
+import importlib.util
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -27,3 +30,16 @@ def tools_alone(folder: Path, tools: Iterable[str]) -> Path:
     for tool in tools:
         (folder / tool).symlink_to(str(shutil.which(tool)))
     return folder
+
+
+def load_module(path: Path) -> ModuleType:
+    """Run a file as a module; it is known by its name while it runs, as dataclasses need it."""
+    spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    return module

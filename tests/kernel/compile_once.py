@@ -50,12 +50,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "heads float16": (DECOMPRESSED, "flash_attention", {"dtype": "float16"}, {"splits": 1}),
     "tiles": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1}),
     "split": (DECOMPRESSED, "flash_attention", {}, {"splits": 3}),
-    "long blocks": (
-        DECOMPRESSED,
-        "flash_attention",
-        {"s": 100},
-        {"splits": 1, "kv_block": 128},
-    ),
+    "long blocks": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1, "kv_block": 128}),
     "d=192, v=256": (DECOMPRESSED, "flash_attention", {"d": 192, "v": 256}, {"splits": 1}),
     "d=192, v=256, tiles": (
         DECOMPRESSED,
@@ -69,12 +64,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"d": 256, "p": 0, "v": 256},
         {"splits": 3},
     ),
-    "d=64, v=128": (
-        DECOMPRESSED,
-        "flash_attention",
-        {"d": 64, "v": 128, "k": 256},
-        {"splits": 1},
-    ),
+    "d=64, v=128": (DECOMPRESSED, "flash_attention", {"d": 64, "v": 128, "k": 256}, {"splits": 1}),
     "d=64, p=32, tiles": (
         DECOMPRESSED,
         "flash_attention",

@@ -95,6 +95,11 @@ def plan_of(name: str, case: Case, *, causal: bool = True, **fields: Any) -> Mla
     return make_plan(name, **{**sizes, **common, **own, **fields})
 
 
+def named_inputs(plan: MlaPlan, name: str) -> dict[str, Tensor]:
+    """The inputs of a plan on the CPU, by the names that errors use."""
+    return dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
+
+
 def check(plan: MlaPlan, inputs: tuple[Tensor, ...] | None = None) -> CheckResult:
     """The outcome of the check of a plan on the CPU."""
     inputs = plan.prepare_inputs("cpu") if inputs is None else inputs

@@ -1,23 +1,17 @@
 """Bad input: every error names the argument, what was expected and what came."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from mla_var3.errors import InvalidArgumentError
 
-from .kernel_support import DESIGNS, INPUT_NAMES, STAGES, Case, make_plan, plan_of
+from .kernel_support import DESIGNS, STAGES, Case, make_plan, named_inputs, plan_of
 
 PLANS = (*DESIGNS, *STAGES)
 CASE = Case(s=3, t=20, h=2, lengths=(20, 7), n=5)
 SIZES = {"b": 2, "s": 3, "t": 20, "h": 2}
-
-
-def inputs_of(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    plan = plan_of(name, CASE)
-    return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -56,6 +50,7 @@ def test_choices(name, field, value, expected):
         make_plan(name, **SIZES, **{field: value})
 
 
+TOO_LARGE = "tiles: expected at most 232448 bytes of shared memory on sm_90"
 BAD_TILINGS = [
     ("flash_attention", {"Bm": 48}, "Bm: expected a power of two (a tile side), got 48"),
     ("flash_attention", {"Bn": 0}, "Bn: expected a power of two (a tile side), got 0"),
@@ -67,21 +62,9 @@ BAD_TILINGS = [
     ("split_kv_reduce", {"Sp": 3}, "Sp: expected a power of two (a tile side), got 3"),
     ("attention_block_specialized", {"Hn": 3}, "Hn: expected a power of two (a tile side), got 3"),
     ("attention_block_specialized", {"Kp": 0}, "Kp: expected a divisor of k=512, got 0"),
-    (
-        "flash_attention",
-        {"Bm": 256, "Bn": 512},
-        "tiles: expected at most 232448 bytes of shared memory on sm_90, got 425984",
-    ),
-    (
-        "flash_mla",
-        {"Bm": 128, "Bn": 128},
-        "tiles: expected at most 232448 bytes of shared memory on sm_90, got 327680",
-    ),
-    (
-        "attention_block_specialized",
-        {"Hm": 64, "Hn": 512},
-        "tiles: expected at most 232448 bytes of shared memory on sm_90, got 352256",
-    ),
+    ("flash_attention", {"Bm": 256, "Bn": 512}, f"{TOO_LARGE}, got 425984"),
+    ("flash_mla", {"Bm": 128, "Bn": 128}, f"{TOO_LARGE}, got 327680"),
+    ("attention_block_specialized", {"Hm": 64, "Hn": 512}, f"{TOO_LARGE}, got 352256"),
     ("decompress_combine", {"Ck": 384}, "Ck: expected a divisor of k=512, got 384"),
 ]
 
@@ -142,7 +125,8 @@ def test_what_fits_depends_on_the_target():
 @pytest.mark.parametrize("name", PLANS)
 def test_wrong_tensors(name):
     """Of each input: every dimension one too large, one too many, another dtype or device."""
-    plan, inputs = inputs_of(name)
+    plan = plan_of(name, CASE)
+    inputs = named_inputs(plan, name)
 
     def refusal(argument: str, wrong: torch.Tensor) -> str:
         with pytest.raises(InvalidArgumentError) as caught:

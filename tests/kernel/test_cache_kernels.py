@@ -1,6 +1,5 @@
 """append_rows and reserve_pages in the interpreter: the states of a cache are those of torch."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mla_var3.errors import KernelCompileError
 from mla_var3.kernel.cutile.mla import append_rows, reserve_pages
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format
 from mla_var3.runtime import ct_kernel
+from tests.programs import load_module
 
 from .cache_steps import PAGE, PAGES, B, K, P, Steps, differing, make_cache
 
@@ -112,10 +112,7 @@ def test_planted_bugs_are_caught(name, tmp_path, monkeypatch):
     assert source.count(old) == 1
     path = tmp_path / "mutated.py"
     path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutated", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(path)
     for launch in ("reserve_launch", "release_launch", "copy_launch"):
         monkeypatch.setattr(reserve_pages, launch, getattr(module, launch))
     with pytest.raises(AssertionError, match="step"):

@@ -59,20 +59,9 @@ def scheduler_of(
     kv_block: int = KV_BLOCK,
 ) -> Scheduler:
     return Scheduler(
-        lengths,
-        len(lengths),
-        queries,
-        heads,
-        n,
-        n,
-        int(causal),
-        splits,
-        pair_tiles,
-        False,
-        starts,
-        alone,
-        kv_block,
-    )
+        lengths, len(lengths), queries, heads, n, n, int(causal), splits, pair_tiles, False, starts,
+        alone, kv_block,
+    )  # fmt: skip
 
 
 def tiles_of(scheduler: Scheduler) -> Iterator[WorkTile]:

@@ -5,11 +5,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-import mla_var3
 from mla_var3.attention import CacheView, mla_latent_attention
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend
-from mla_var3.conf.models import models
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS, LatentWidths
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
@@ -19,6 +16,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOptions,
 )
 from mla_var3.kernel.cute_python.mla.latent.producer import block_parts
+from tests.unit.attention.attention_support import registered
 
 from .noted_calls import Calls, meta_call, note_calls
 
@@ -65,21 +63,8 @@ def test_a_call_without_rope_reaches_the_kernel():
     rows = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
     cache = CacheView(rows, rows[..., 512:], torch.tensor([64, 3], dtype=torch.int32))
     q = torch.zeros(2, 1, 8, 512, dtype=torch.bfloat16)
-    registry.register(LatentBackend("zeros", "torch", attend, runs_on_cpu=True))
-    try:
+    with registered(LatentBackend("zeros", "torch", attend, runs_on_cpu=True)):
         mla_latent_attention(q, q.new_empty(2, 1, 8, 0), cache, kernel="zeros", scale=0.1)
-    finally:
-        registry.unregister("zeros", "torch")
     (operands,) = seen
     assert operands.q_rope is None and operands.rope is None
     assert operands.widths == LatentWidths(512, 0)
-
-
-@pytest.mark.parametrize("model", models().values(), ids=lambda model: model.name)
-def test_the_latent_kernel_serves_every_published_model(model):
-    k, d, p, v = model.widths
-    found = mla_var3.explain(
-        b=8, s=4, t=4096, h=model.heads, k=k, d=d, p=p, v=v, page_size=64,
-        device_name="NVIDIA H200",
-    )  # fmt: skip
-    assert (found.kernel, found.language) == ("flash_mla", "cute-dsl")

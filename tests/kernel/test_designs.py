@@ -7,14 +7,7 @@ that reads or leaves out too much cannot pass.
 import pytest
 import torch
 
-from .kernel_support import (
-    DESIGNS,
-    Case,
-    make_plan,
-    plan_of,
-    require,
-    require_end_to_end,
-)
+from .kernel_support import DESIGNS, Case, make_plan, plan_of, require, require_end_to_end
 
 FP16 = "float16"
 
@@ -108,14 +101,6 @@ def test_any_number_of_splits(splits, causal):
         lengths=(SPLIT_T, 0, 66),
     )  # fmt: skip
     require_end_to_end(plan, require(plan))
-
-
-def test_the_split_count_follows_from_the_shape():
-    """One request of many tiles is split; many requests are not."""
-    one = make_plan("flash_mla_split_kv", b=1, s=1, t=8192, h=128).resolve(800.0, 4000.0)
-    many = make_plan("flash_mla_split_kv", b=256, s=16, t=8192, h=128).resolve(800.0, 4000.0)
-    assert one.splits > 8
-    assert many.splits == 1
 
 
 @pytest.mark.parametrize(

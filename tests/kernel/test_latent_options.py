@@ -41,16 +41,14 @@ def test_a_plan_with_a_sliding_window(name, page, window):
 @pytest.mark.parametrize(("target", "page", "dtype"), [
     ("sm_90", 0, "float16"), ("sm_80", 32, "bfloat16"), ("sm_100", 64, "bfloat16"),
 ])  # fmt: skip
-def test_a_plan_on_an_8_bit_cache(
-    name: str, cache_dtype: str, target: str, page: int, dtype: str
-) -> None:
+def test_a_plan_on_an_8_bit_cache(name, cache_dtype, target, page, dtype):
     """Tilings of all families: scales of one and of several groups of columns in a tile."""
     fields = {"t": 101, "page": page, "dtype": dtype, "cache_dtype": cache_dtype}
     plan = latent_plan(name, **fields).for_target(target)
     check(plan).require()
 
 
-def test_bytes_are_decoded_as_float8_is_converted() -> None:
+def test_bytes_are_decoded_as_float8_is_converted():
     """All 256 of them: subnormals, both zeros, NaN."""
     every = torch.arange(256, dtype=torch.uint8)
     wanted = every.view(E4M3).float()
@@ -61,7 +59,7 @@ def test_bytes_are_decoded_as_float8_is_converted() -> None:
         assert torch.equal(found.signbit()[:0x7F], wanted.signbit()[:0x7F])
 
 
-def test_widths_and_scales_of_8_bit_caches_are_checked() -> None:
+def test_widths_and_scales_of_8_bit_caches_are_checked():
     with pytest.raises(InvalidArgumentError, match="k, p: expected rows of a multiple of 16 bytes"):
         make_plan("flash_mla", k=256, cache_dtype="fp8_ds_mla")
     with pytest.raises(UnknownNameError, match="cache format 'fp4'"):
@@ -82,21 +80,11 @@ def test_widths_and_scales_of_8_bit_caches_are_checked() -> None:
         latent_plan("flash_mla").plan(*inputs)
 
 
-@pytest.mark.parametrize("name", ["flash_mla", "split_kv_partial"])
-@pytest.mark.parametrize("page", [0, 32])
-def test_without_rope(name, page):
-    """A rope part of no columns is left out of the scores."""
-    plan = latent_plan(name, page=page)
-    inputs = LatentInputs(*plan.prepare_inputs("cpu"))
-    plan.p = 0
-    given = inputs._replace(q_rope=inputs.q_rope[..., :0], k_rope=inputs.k_rope[..., :0])
-    require(plan, tuple(tensor for tensor in given if tensor is not None))
-
-
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_plan_without_rope(name):
-    """Whole plans, the merge of splits included."""
-    require(latent_plan(name, p=0))
+@pytest.mark.parametrize("page", [0, 32])
+def test_a_plan_without_rope(name, page):
+    """A rope part of no columns is left out of the scores."""
+    require(latent_plan(name, page=page, p=0))
 
 
 def test_a_kv_tile_lies_in_one_page():

@@ -17,7 +17,7 @@ from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.stage import constraint_failures
 
-from .kernel_support import INPUT_NAMES, Case, make_plan, require
+from .kernel_support import Case, make_plan, named_inputs, require
 
 BASE = "mla_var6_plus"
 V2, V3, V4 = (f"{BASE}_v{number}" for number in (2, 3, 4))
@@ -61,7 +61,7 @@ def test_the_same_bits_as_the_base(case):
     sizes = {"b": len(case.lengths), "s": case.s, "t": case.t, "h": case.h, "n": case.n}
     options = {"lengths": case.lengths, "dtype": case.dtype, "causal": case.s != 3}
     plans = [make_plan(name, **sizes, **options) for name in (BASE, *VERSIONS)]
-    inputs = dict(zip(INPUT_NAMES[BASE], plans[0].prepare_inputs("cpu"), strict=True))
+    inputs = named_inputs(plans[0], BASE)
     for request, length in enumerate(case.lengths):
         for name in ("c_kv", "k_rope"):
             inputs[name][request, max(length - case.n, 0) :] = torch.nan

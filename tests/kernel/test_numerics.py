@@ -4,17 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from mla_var3.op.compare import compare
 
-from .kernel_support import DESIGNS, INPUT_NAMES, Case, make_plan, plan_of, require
+from .kernel_support import DESIGNS, Case, make_plan, named_inputs, plan_of, require
 
 CASE = Case(s=3, t=70, h=2, lengths=(70, 0, 20, 2), n=30)
-
-
-def inputs_of(plan: object, design: str) -> dict[str, Tensor]:
-    return dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [(1e3, "float16"), (1e-4, "float16")])
@@ -22,7 +17,7 @@ def inputs_of(plan: object, design: str) -> dict[str, Tensor]:
 def test_scores_far_from_one(design, factor, dtype):
     """Huge scores make the softmax a choice of one key: exp must neither overflow nor vanish."""
     plan = plan_of(design, CASE, dtype=dtype)
-    inputs = inputs_of(plan, design)
+    inputs = named_inputs(plan, design)
     for name in inputs:
         if name.startswith("q_"):
             inputs[name] = inputs[name] * factor
@@ -36,7 +31,7 @@ def test_scores_far_from_one(design, factor, dtype):
 def test_scores_all_huge_and_of_one_sign(design, sign):
     """All scores near +-30000: a running maximum that starts at 0 would lose the negative ones."""
     plan = plan_of(design, CASE, dtype="bfloat16")
-    inputs = inputs_of(plan, design)
+    inputs = named_inputs(plan, design)
     for name, tensor in inputs.items():
         if name.startswith("q_") or name in ("k", "k_new", "k_rope", "k_rope_new", "c_kv"):
             inputs[name] = torch.where(tensor.isnan(), tensor, 30.0)
@@ -54,7 +49,7 @@ def test_scores_all_huge_and_of_one_sign(design, sign):
 def test_equal_scores_give_the_mean(design, causal, dtype):
     """With zero queries every visible key weighs the same, and the lse is log(count)."""
     plan = plan_of(design, CASE, dtype=dtype, causal=causal)
-    inputs = inputs_of(plan, design)
+    inputs = named_inputs(plan, design)
     for name in inputs:
         if name.startswith("q_"):
             inputs[name] = torch.zeros_like(inputs[name])
@@ -82,7 +77,7 @@ def test_rows_without_keys_are_exactly_zero(design):
 def test_unused_slots_may_hold_anything(design):
     """Not only NaN: what an earlier request left there must not reach the output."""
     plan = plan_of(design, CASE)
-    inputs = inputs_of(plan, design)
+    inputs = named_inputs(plan, design)
     clean = [output.clone() for output in require(plan, tuple(inputs.values())).output_tensors]
     for poison in (math.inf, 6e4):
         filled = [

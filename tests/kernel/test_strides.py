@@ -15,6 +15,7 @@ from .kernel_support import (
     STAGES,
     Case,
     make_plan,
+    named_inputs,
     plan_of,
     require,
     transposed_storage,
@@ -27,7 +28,7 @@ Inputs = dict[str, Tensor]
 
 def make(name: str) -> tuple[Any, Inputs]:
     plan = plan_of(name, CASE)
-    return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
+    return plan, named_inputs(plan, name)
 
 
 def joined(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ def test_a_prefix_shared_by_the_batch(design):
     """A latent cache expanded over the batch: stride 0."""
     own = {"n": 10} if design == "mla_var6_plus" else {}
     plan = make_plan(design, b=3, s=2, t=40, h=8, **own)
-    inputs = dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))
+    inputs = named_inputs(plan, design)
     for name in ("c_kv", "k_rope"):
         inputs[name] = inputs[name][:1].expand(3, -1, -1)
         assert inputs[name].stride(0) == 0

@@ -1,8 +1,6 @@
 """The CuTe DSL pages: names exist, snippets compile, and figures are those of the compiler."""
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,8 @@ from types import ModuleType
 import pytest
 
 pytest.importorskip("cutlass", reason="needs the extra cute: nvidia-cutlass-dsl")
+
+from tests.programs import load_module
 
 from . import cute_findings
 from .api_names import exists, mentioned
@@ -33,17 +33,9 @@ def snippets_of(page: str) -> list[tuple[str, dict[str, int]]]:
 
 def run_snippet(body: str, folder: Path) -> ModuleType:
     """Run a snippet as a module: CuTe DSL reads functions from their source file."""
-    path = folder / "snippet.py"
+    path = folder / "documented_cute_snippet.py"
     path.write_text(body)
-    spec = importlib.util.spec_from_file_location("documented_cute_snippet", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
-    return module
+    return load_module(path)
 
 
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:

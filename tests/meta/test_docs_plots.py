@@ -1,6 +1,5 @@
 """The pictures of the documentation show what the records and the model say now."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -9,18 +8,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.programs import load_module
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "draw_docs_plots", ROOT / "scripts" / "draw-docs-plots.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "scripts" / "draw-docs-plots.py")
 
 
 def test_the_pictures_are_up_to_date(script):

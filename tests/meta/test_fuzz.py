@@ -73,19 +73,8 @@ def test_a_cache_that_forgets_to_drop_is_found(monkeypatch):
 
 
 def test_what_no_call_may_read_holds_nan():
-    mirror = Mirror(
-        device="cpu",
-        seed=0,
-        dtype="float32",
-        b=2,
-        t=130,
-        h=1,
-        d=2,
-        k=2,
-        p=1,
-        kind="paged",
-        window=4,
-    )
+    sizes = {"b": 2, "t": 130, "h": 1, "d": 2, "k": 2, "p": 1}
+    mirror = Mirror(device="cpu", seed=0, dtype="float32", **sizes, kind="paged", window=4)
     mirror.append([70, 3])
     mirror.truncate([9, 0])
     assert mirror.cache is not None

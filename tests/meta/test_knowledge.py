@@ -1,7 +1,6 @@
 """The knowledge base, the device pages and the cuTile reference follow their templates."""
 
 import ast
-import importlib.util
 import json
 import re
 import textwrap
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import load_module
 
 SECTIONS = [
     "Applies to",
@@ -168,11 +169,9 @@ def syntax_problems(text: str) -> list[str]:
 
 def run_snippet(body: str, folder: Path) -> None:
     """Run a snippet as a module of its own: kernels are read from a source file."""
-    path = folder / "snippet.py"
+    path = folder / "documented_snippet.py"
     path.write_text(PRELUDE + body)
-    spec = importlib.util.spec_from_file_location("documented_snippet", path)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    load_module(path)
 
 
 @pytest.fixture(scope="module")

@@ -164,11 +164,7 @@ KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""
         ("runtime/plan.py", "from ..kernel import paths", "runtime imports kernel"),
         ("runtime/a/b.py", "from ...kernel.cutile import mla", "runtime imports kernel"),
         ("runtime/plan.py", "def f():\n  from mla_var3.cli import main", "runtime imports cli"),
-        (
-            "runtime/plan.py",
-            "if TYPE_CHECKING:\n  import mla_var3.report",
-            "runtime imports report",
-        ),
+        ("runtime/a.py", "if TYPE_CHECKING:\n  import mla_var3.report", "runtime imports report"),
         ("runtime/x.py", "importlib.import_module('mla_var3.kernel')", "runtime imports kernel"),
         ("errors.py", "from mla_var3.conf import devices", "errors imports conf"),
         ("kernel/cutile/mla/shared.py", "import mla_var3.attention", "kernel imports attention"),

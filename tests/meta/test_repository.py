@@ -11,28 +11,16 @@ import pytest
 HOST_LIMIT, KERNEL_LIMIT = 500, 700
 
 # Written in pieces, so that this file does not hold what it forbids.
+REGISTRIES = (
+    *("pypi org", "pythonhosted org", "pypi nvidia com", "download pytorch org", "nvcr io"),
+    *("ghcr io", "docker io", "registry npmjs org", "conda anaconda org"),
+)
 FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.}])/(?:work|root|farm)/"),
     "a note to self": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
     "an issue number": re.compile(r"\bissue\s+#", re.IGNORECASE),
     "the host of a registry": re.compile(
-        r"\b(?:"
-        + "|".join(
-            name.replace(" ", r"\.")
-            for name in (
-                "pypi org",
-                "pythonhosted org",
-                "pypi nvidia com",
-                "download pytorch org",
-                "nvcr io",
-                "ghcr io",
-                "docker io",
-                "registry npmjs org",
-                "conda anaconda org",
-            )
-        )
-        + r")\b",
-        re.IGNORECASE,
+        r"\b(?:" + "|".join(REGISTRIES).replace(" ", r"\.") + r")\b", re.IGNORECASE
     ),
 }
 

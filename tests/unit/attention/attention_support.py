@@ -1,10 +1,13 @@
 """Random calls of the attention, and a float64 oracle that knows every option."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from mla_var3.attention.backends import registry
 from mla_var3.attention.cache.copies import Window
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.op.compare import compare
@@ -116,6 +119,33 @@ def assert_close(
     lse_figures = compare(lse, expected_lse.to(torch.float64))
     size = torch.nan_to_num(expected_lse, neginf=0.0).abs().sum() / max(1, expected_lse.numel())
     assert lse_figures.max_abs <= tolerance * (1 + float(size)), lse_figures
+
+
+def require_oracle(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    q: Sequence[torch.Tensor],
+    tokens: Sequence[torch.Tensor],
+    model: Model,
+    **options: Any,
+) -> None:
+    """Compare a call with the oracle, request by request; both queries are `[b, s, h, ...]`."""
+    k = model.sizes[2]
+    for request, rows in enumerate(tokens):
+        expected, expected_lse = oracle(
+            q[0][request], q[1][request], rows[:, :k], rows[:, k:], model, **options
+        )
+        assert_close(output[request], expected, lse[request], expected_lse)
+
+
+@contextmanager
+def registered(backend: Any) -> Iterator[Any]:
+    """A backend that calls may name while the context lasts."""
+    registry.register(backend)
+    try:
+        yield backend
+    finally:
+        registry.unregister(backend.kernel, backend.language)
 
 
 def filled_cache(

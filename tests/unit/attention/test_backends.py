@@ -41,7 +41,7 @@ def attend(generator: torch.Generator) -> Iterator[Any]:
     registry.unregister("counted", "torch")
 
 
-def test_a_registered_backend_replaces_the_one_before(attend: Any) -> None:
+def test_a_registered_backend_replaces_the_one_before(attend):
     """Also for calls that were made before."""
     first, second = Counted(), Counted()
     registry.register(first)
@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["H200", "H20", "B200", "RTX 5090", "A100"])
-def test_what_is_chosen_serves_the_device(name: str) -> None:
+def test_what_is_chosen_serves_the_device(name):
     """Devices with and without kernels, every dtype, kind of cache and shape."""
     spec = device_spec(name)
     foreign = {

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention import CacheView, CallShape, LatentCache, paged_view, tree_ancestors
-from mla_var3.errors import HyperMlaError, InvalidArgumentError
+from mla_var3.attention import CacheView, CallShape, paged_view, tree_ancestors
+from mla_var3.errors import HyperMlaError
 
 B, T, H, D, P, K = 2, 8, 2, 6, 4, 8
+WINDOW = {"k_new": torch.ones(B, H, 3, D), "v_new": torch.ones(B, H, 3, D)}
 NO_TEXT = (None, 3, [], torch.ones(1))
 
 
@@ -101,42 +102,18 @@ def test_parents_are_a_tensor_of_indices(parents, message):
         ({"k_new": torch.ones(B, H, 3, D)}, "cache.v_new: expected a tensor [b=2, h=2, n=3, v=6]"),
         ({"v_new": torch.ones(B, H, 3, D)}, "cache.k_new: expected one beside its other"),
         (
-            {"window_start": torch.zeros(B, dtype=torch.int32)},
-            "cache.k_new: expected one beside its other parts, got None",
+            {"window_start": torch.zeros(B).int()},
+            "cache.k_new: expected one beside its other parts",
         ),
         (
             {"k_prefix": torch.ones(H, 3, D), "v_prefix": torch.ones(H, 2, D)},
             "cache.v_prefix: expected [h=2, m=3, v=6], got [2, 2, 6]",
         ),
         (
-            {
-                "k_new": torch.ones(B, H, 3, D),
-                "v_new": torch.ones(B, H, 3, D),
-                "window_start": torch.zeros(B),
-            },
-            "cache.window_start: expected dtype torch.int32, got torch.float32",
+            {**WINDOW, "window_start": torch.zeros(B)},
+            "cache.window_start: expected dtype torch.int32",
         ),
     ],
 )
 def test_decompressed_parts_are_whole(parts, message):
     refused(message, lambda: mla_var3.mla_attention(**operands(), cache=view(**parts)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"device": "nowhere"}, "device: expected a device of this machine, such as cpu, got 'now"),
-        ({"device": 1.5}, "device: expected a device of this machine, such as cpu, got 1.5"),
-        ({"heads": "x"}, "heads: expected a positive integer, got 'x'"),
-        ({"b": 2**40}, "b: expected an integer from 1 to 1048576, got 1099511627776"),
-        ({"t": 2**40}, "t: expected an integer from 1 to 2147483647, got 1099511627776"),
-        ({"t": None, "budget_bytes": 10**30}, "budget_bytes: expected an integer from 1 to 92233"),
-        ({"page_size": 64, "num_pages": 2**40}, "num_pages: expected an integer from 1 to 21474"),
-        ({"t": 2**31 - 1, "k": 2**20}, "b, t: expected no more than fits into memory, got 1801446"),
-    ],
-)
-def test_a_cache_that_cannot_be(wrong, message):
-    given = {"b": 2, "t": 64, "k": K, "p": P, "dtype": torch.float32, **wrong}
-    with pytest.raises(InvalidArgumentError) as caught:
-        LatentCache.allocate(**given)
-    assert message in str(caught.value)

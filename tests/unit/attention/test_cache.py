@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 
 from .attention_support import filled_cache, make_model
 
 K, P, H, D = 3, 2, 2, 4
+W_UK, W_UV = torch.ones(H, D, K), torch.ones(H, K, D)
 
 
 def make_cache(b: int = 2, t: int | None = 130, **options: Any) -> LatentCache:
@@ -40,22 +40,6 @@ def held(cache: LatentCache) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("valid", [[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]])
-def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
-    target = torch.arange(10.0).view(5, 2)
-    expected = target.clone()
-    index = torch.tensor([4, 2, 0])
-    values = torch.full((3, 2), torch.nan)
-    for row, is_valid in enumerate(valid):
-        if is_valid:
-            values[row] = 100.0 + row
-            expected[index[row]] = values[row]
-        else:
-            index[row] = 10**9  # out of bounds, and never used
-    masked_put(target, (index,), values, torch.tensor(valid, dtype=torch.bool))
-    assert torch.equal(target, expected)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -69,7 +53,7 @@ def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
         {"t": 200, "window": 128, "window_dtype": "fp8", "prefix": 30},
     ],
 )
-def test_sizes_are_those_of_the_tensors(options: dict[str, Any]) -> None:
+def test_sizes_are_those_of_the_tensors(options):
     cache = make_cache(3, **options)
     tensors: list[torch.Tensor] = [cache.lengths, cache.refused]
     if cache.pages is not None:
@@ -90,7 +74,7 @@ def test_sizes_are_those_of_the_tensors(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page_size", [None, 64, 128])
 @pytest.mark.parametrize("window", [0, 10])
-def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
+def test_a_budget_is_used_and_kept(page_size, window):
     for budget in (60_000, 100_001):
         t = 8192 if page_size else None
         cache = make_cache(2, t, page_size=page_size, window=window, budget_bytes=budget)
@@ -110,13 +94,21 @@ def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
         ({"num_pages": 3}, "num_pages: expected none without page_size, got 3"),
         (
             {"page_size": 64, "num_pages": 3, "budget_bytes": 10**6},
-            "num_pages: expected none beside budget_bytes, got 3",
+            "num_pages: .* budget_bytes, got 3",
         ),
         ({"window": 131}, "window: expected an integer from 0 to t=130, got 131"),
         ({"window": 8, "heads": None}, "heads: expected a positive integer, got None"),
         ({"page_size": 64, "prefix": 10}, "prefix: expected whole pages"),
         ({"budget_bytes": 100}, "budget_bytes: expected at least"),
         ({"page_size": 64, "budget_bytes": 100}, "budget_bytes: expected at least"),
+        ({"device": "nowhere"}, "device: expected a device of this machine, such as cpu, got 'now"),
+        ({"device": 1.5}, "device: expected a device of this machine, such as cpu, got 1.5"),
+        ({"heads": "x"}, "heads: expected a positive integer, got 'x'"),
+        ({"b": 2**40}, "b: expected an integer from 1 to 1048576, got 1099511627776"),
+        ({"t": 2**40}, "t: expected an integer from 1 to 2147483647, got 1099511627776"),
+        ({"t": None, "budget_bytes": 10**30}, "budget_bytes: expected an integer from 1 to 92233"),
+        ({"page_size": 64, "num_pages": 2**40}, "num_pages: expected an integer from 1 to 21474"),
+        ({"t": 2**31 - 1, "k": 2**20}, "b, t: expected no more than fits into memory, got 9007"),
         ({"dtype": torch.float64}, "dtype: expected bfloat16, float16, float32 or one"),
         ({"dtype": "fp8_ds_mla"}, "k: expected a multiple of 128"),
         ({"scale": 2.0}, "scale: expected none unless dtype is 'fp8', got 2.0"),
@@ -125,39 +117,23 @@ def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
         ({"window_dtype": "fp8"}, "window: expected a positive multiple of 64 with window_dtype"),
         (
             {"window": 100, "window_dtype": "fp8"},
-            "window: expected a positive multiple of 64 with window_dtype='fp8', got 100",
+            "window: expected a positive multiple of 64 .* 100",
         ),
     ],
 )
-def test_wrong_sizes(options: dict[str, Any], message: str) -> None:
+def test_wrong_sizes(options, message):
     arguments = {"b": 2, "t": 130, "k": K, "p": P, "heads": H, "head_dim": D, **options}
     with pytest.raises(InvalidArgumentError, match=message):
         LatentCache.allocate(**arguments)
 
 
-def test_the_name_of_a_torch_dtype_is_no_format() -> None:
+def test_the_name_of_a_torch_dtype_is_no_format():
     message = "unknown cache format 'bfloat16'.* takes a torch dtype, such as torch.bfloat16"
     with pytest.raises(UnknownNameError, match=message):
         LatentCache.allocate(2, 130, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_append_truncate_evict(page_size: int | None) -> None:
-    cache = make_cache(2, page_size=page_size)
-    assert cache.append(*rows(70, 70), [70, 3]).tolist() == [70, 3]
-    assert held(cache) == [list(range(70)), [1000, 1001, 1002]]
-    cache.append(*rows(2, 2, first=500))
-    assert held(cache) == [[*range(70), 500, 501], [1000, 1001, 1002, 1500, 1501]]
-    cache.truncate([10, 1])
-    assert held(cache) == [list(range(62)), [1000, 1001, 1002, 1500]]
-    cache.truncate(torch.tensor([0, 99]))
-    assert held(cache) == [list(range(62)), []]
-    cache.evict([0])
-    assert held(cache) == [[], []]
-    cache.check()
-
-
-def test_packed_append(generator: torch.Generator) -> None:
+def test_packed_append(generator):
     cache = make_cache(3, page_size=64)
     latent, rope = rows(9)
     bounds = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
@@ -165,17 +141,7 @@ def test_packed_append(generator: torch.Generator) -> None:
     assert held(cache) == [[0, 1], [], [2, 3, 4, 5, 6]]
 
 
-def test_what_does_not_fit_is_refused_whole() -> None:
-    cache = make_cache(2, 8)
-    cache.append(*rows(6, 6), [6, 1])
-    assert cache.append(*rows(3, 3, first=50)).tolist() == [0, 3]
-    assert held(cache) == [list(range(6)), [1000, 1050, 1051, 1052]]
-    assert cache.refused.tolist() == [3, 0]
-    with pytest.raises(UnsupportedError, match=r"cache: expected space .* got 3 .*request: {0: 3}"):
-        cache.check()
-
-
-def test_a_refusal_can_be_handled_and_forgotten() -> None:
+def test_a_refusal_can_be_handled_and_forgotten():
     cache = make_cache(3, 8)
     cache.append(*rows(6, 6, 6))
     cache.append(*rows(3, 3, 3), [3, 0, 3])
@@ -187,7 +153,7 @@ def test_a_refusal_can_be_handled_and_forgotten() -> None:
     cache.check()
 
 
-def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
+def test_pages_go_to_the_first_and_nobody_overtakes():
     cache = make_cache(4, 256, page_size=64, num_pages=3)
     assert cache.pages is not None
     taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
@@ -201,7 +167,7 @@ def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
     assert cache.append(*rows(64, 64, 64, 64), [0, 64, 64, 64]).tolist() == [0, 64, 64, 64]
 
 
-def test_addresses_stay() -> None:
+def test_addresses_stay():
     cache = make_cache(2, page_size=64, window=5)
     weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}
     names = (
@@ -234,7 +200,7 @@ def marked(*counts: int, first: int = 0) -> dict[str, torch.Tensor]:
     return {"k_new": mark, "v_new": -mark}
 
 
-def test_the_ring_holds_the_newest_and_survives_dropping() -> None:
+def test_the_ring_holds_the_newest_and_survives_dropping():
     cache = make_cache(2, window=4)
     cache.append(*rows(6, 6), [6, 2], **marked(6, 6))
     assert ring(cache) == [{2: 2, 3: 3, 4: 4, 5: 5}, {0: 1000, 1: 1001}]
@@ -249,7 +215,7 @@ def test_the_ring_holds_the_newest_and_survives_dropping() -> None:
 
 
 @pytest.mark.parametrize("most", [None, 1, 2, 9])
-def test_refill_brings_tokens_back(most: int | None, generator: torch.Generator) -> None:
+def test_refill_brings_tokens_back(most, generator):
     model = make_model(generator, H, D, K)
     cache, tokens = filled_cache(generator, [40, 2], model, p=P, window=8)
     assert cache.window is not None
@@ -263,7 +229,7 @@ def test_refill_brings_tokens_back(most: int | None, generator: torch.Generator)
             assert torch.equal(cache.window.k_rope_new[request, x % 8], tokens[request][x, K:])
 
 
-def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
+def test_a_prefix_is_shared_and_stays(generator):
     for page_size in (None, 64):
         cache = make_cache(2, 200, page_size=page_size, prefix=64, window=4)
         latent, rope = rows(64)
@@ -289,10 +255,7 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
     ("change", "message"),
     [
         (lambda c: c.append(*rows(2)), r"latent: expected \[b=2, m, k=3\], got \[1, 2, 3\]"),
-        (
-            lambda c: c.append(rows(2, 2)[0], rows(3, 3)[1]),
-            r"rope: expected \[b=2, m=2, p=2\], got \[2, 3, 2\]",
-        ),
+        (lambda c: c.append(rows(2, 2)[0], rows(3, 3)[1]), r"rope: expected .* got \[2, 3, 2\]"),
         (lambda c: c.append(*rows(2, 2), [1]), r"counts: expected \[b=2\], got \[1\]"),
         (lambda c: c.append(*rows(5, 5), [6, -1]), r"counts\[0\]: expected .* 0 to 5, got 6"),
         (lambda c: c.append(*rows(5, 5), torch.tensor([5, -1])), r"counts\[1\]: .*, got -1"),
@@ -304,41 +267,20 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
             lambda c: c.append(*rows(2, 2), cu_seqlens=torch.tensor([0, 1, 2]), counts=[1, 1]),
             "counts: expected none beside cu_seqlens",
         ),
-        (
-            lambda c: c.append(*rows(2, 2)),
-            "k_new: expected k_new and v_new, or w_uk and w_uv, .* got none of them",
-        ),
-        (
-            lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K)),
-            "k_new: expected k_new and v_new, or w_uk and w_uv, .* got w_uk",
-        ),
-        (
-            lambda c: c.append(*rows(2, 2), **marked(3, 3)),
-            r"k_new: expected \[b=2, m=2, h=2, d=4\], got \[2, 3, 2, 4\]",
-        ),
-        (
-            lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K), w_uv=torch.randn(H, D, K)),
-            r"w_uv: expected \[h=2, k=3, v=4\], got \[2, 4, 3\]",
-        ),
-        (
-            lambda c: c.truncate([1, 2], w_uk=torch.randn(H, D, K)),
-            "w_uk: expected w_uk and w_uv, or neither, got one of them",
-        ),
-        (
-            lambda c: c.truncate([1, 2], w_uk=torch.randn(H, K), w_uv=torch.randn(H, K, D)),
-            r"w_uk: expected \[h=2, d=4, k=3\], got \[2, 3\]",
-        ),
+        (lambda c: c.append(*rows(2, 2)), "k_new: .* or w_uk and w_uv, .* got none of them"),
+        (lambda c: c.append(*rows(2, 2), w_uk=W_UK), "k_new: .* or w_uk and w_uv, .* got w_uk"),
+        (lambda c: c.append(*rows(2, 2), **marked(3, 3)), r"k_new: .* got \[2, 3, 2, 4\]"),
+        (lambda c: c.append(*rows(2, 2), w_uk=W_UK, w_uv=W_UK), r"w_uv: .* got \[2, 4, 3\]"),
+        (lambda c: c.truncate([1, 2], w_uk=W_UK), "w_uk: .* or neither, got one of them"),
+        (lambda c: c.truncate([1, 2], w_uk=W_UK[0], w_uv=W_UV), r"w_uk: .* got \[4, 3\]"),
         (lambda c: c.evict([2]), r"requests\[0\]: expected a number from 0 to b-1=1, got 2"),
         (lambda c: c.evict(torch.tensor([0, -1])), r"requests\[1\]: expected .* b-1=1, got -1"),
         (lambda c: c.truncate([0, -1]), r"counts\[1\]: expected a number from 0 to .*, got -1"),
         (lambda c: c.evict(torch.ones(3, dtype=torch.bool)), r"requests: expected \[b=2\], got"),
-        (
-            lambda c: c.set_prefix(*rows(2), torch.randn(H, D, K), torch.randn(H, K, D)),
-            "prefix: expected a cache allocated with prefix > 0, got 0",
-        ),
+        (lambda c: c.set_prefix(*rows(2), W_UK, W_UV), "prefix: expected .* prefix > 0, got 0"),
     ],
 )
-def test_wrong_changes(change: Any, message: str) -> None:
+def test_wrong_changes(change, message):
     cache = make_cache(2, window=4)
     with pytest.raises(InvalidArgumentError, match=message):
         change(cache)
@@ -347,7 +289,7 @@ def test_wrong_changes(change: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "steps"), [(None, 400), (64, 1500)])
-def test_many_steps_of_speculative_decoding(page_size: int | None, steps: int) -> None:
+def test_many_steps_of_speculative_decoding(page_size, steps):
     """Append drafts, drop the rejected, evict: after every step the cache is what lists say."""
     chance = random.Random(7)
     generator = torch.Generator().manual_seed(7)

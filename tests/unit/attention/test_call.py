@@ -12,9 +12,6 @@ import mla_var3
 from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.request.masks import tree_ancestors
-from mla_var3.op.mla.inputs import make_inputs
-from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.op.mla.reference import reference_from_latent
 
 from .attention_support import (
     ancestors_by_walking,
@@ -25,6 +22,7 @@ from .attention_support import (
     normal,
     oracle,
     random_parents,
+    require_oracle,
 )
 
 mla_attention = mla_var3.mla_attention
@@ -106,17 +104,6 @@ def test_options_crossed(data):
     )
 
 
-def test_agrees_with_the_reference_at_model_widths():
-    problem = MlaProblem(b=2, s=3, t=150, h=4, lengths=(150, 71))
-    raw = make_inputs(problem, "cpu", seed=1)
-    output, lse = mla_attention(
-        raw.q_nope, raw.q_rope, (raw.c_kv, raw.k_rope), raw.w_uk, raw.w_uv, lengths=raw.lengths,
-        return_lse=True,
-    )  # fmt: skip
-    expected, expected_lse = reference_from_latent(raw, problem)
-    assert_close(output, expected, lse, expected_lse)
-
-
 def test_the_output_alone_and_into_a_given_tensor(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [9, 4], model)
@@ -135,22 +122,16 @@ def test_the_output_alone_and_into_a_given_tensor(generator):
     torch.testing.assert_close(packed.view_as(alone), alone)
 
 
-def _swap(
-    expected: tuple[torch.Tensor, torch.Tensor], lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return expected[0], lse, expected[1]
-
-
 def test_latent_attention(generator):
     model = make_model(generator)
     cache, tokens = filled_cache(generator, [70, 0, 3], model, page_size=64, window=5)
     q_latent, q_rope = (normal(generator, 3, 2, 2, w, dtype=torch.float32) for w in (8, P))
     output, lse = mla_var3.mla_latent_attention(q_latent, q_rope, cache, d=6)
     for request, rows in enumerate(tokens):
-        expected = latent_oracle(
+        expected, expected_lse = latent_oracle(
             q_latent[request], q_rope[request], rows[:, :8], rows[:, 8:], scale=(6 + P) ** -0.5
         )
-        assert_close(output[request], *_swap(expected, lse[request]))
+        assert_close(output[request], expected, lse[request], expected_lse)
 
 
 def test_a_foreign_paged_cache(generator):
@@ -164,9 +145,8 @@ def test_a_foreign_paged_cache(generator):
     output, lse = mla_attention(
         q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, max_kv=128
     )
-    for request, rows in enumerate((pages[[4, 1]].flatten(0, 1)[:100], pages[3])):
-        expected = oracle(q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model)
-        assert_close(output[request], *_swap(expected, lse[request]))
+    tokens = pages[[4, 1]].flatten(0, 1)[:100], pages[3]
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
@@ -187,10 +167,9 @@ def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
         output, lse = mla_attention(
             q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, kernel="torch_tiled"
         )
-        for request, length in enumerate((190, 110)):
-            rows = pages[table[request].long()].flatten(0, 1)[:length]
-            expected = oracle(q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model)
-            assert_close(output[request], *_swap(expected, lse[request]))
+        tokens = [pages[own.long()].flatten(0, 1) for own in table]
+        tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
+        require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 def test_tokens_without_a_key_give_zero(generator):
@@ -274,9 +253,7 @@ def test_the_kernels_on_the_interpreter(kernel, window, generator):
     output, lse = mla_attention(
         q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel, return_lse=True
     )
-    for request, rows in enumerate(tokens):
-        expected = oracle(q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model)
-        assert_close(output[request], *_swap(expected, lse[request]))
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 def test_a_foreign_window_without_its_start_is_full(generator):
@@ -289,9 +266,7 @@ def test_a_foreign_window_without_its_start_is_full(generator):
     output, lse = mla_attention(
         q_nope, q_rope, view, model.w_uk, model.w_uv, kernel="mla_var6_plus", return_lse=True
     )
-    for request, rows in enumerate(tokens):
-        expected = oracle(q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model)
-        assert_close(output[request], *_swap(expected, lse[request]))
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["the cache", "a view from before"])
@@ -304,12 +279,9 @@ def test_a_short_window_is_completed_for_the_mixed_kernel(held, generator):
     q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
 
     def require_right() -> None:
-        mixed = mla_attention(q_nope, q_rope, given, model.w_uk, model.w_uv, kernel="mla_var6_plus")
-        for request, rows in enumerate((tokens[0][:57], tokens[1])):
-            expected, lse = oracle(
-                q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model
-            )
-            assert_close(mixed[request], expected, lse, lse)
+        operands = (q_nope, q_rope, given, model.w_uk, model.w_uv)
+        found = mla_attention(*operands, kernel="mla_var6_plus", return_lse=True)
+        require_oracle(*found, (q_nope, q_rope), (tokens[0][:57], tokens[1]), model)
 
     given = cache.view() if held else cache
     cache.truncate([3, 0])

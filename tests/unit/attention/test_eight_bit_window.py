@@ -402,29 +402,6 @@ def test_only_its_kernel_reads_a_window_in_8_bits():
     assert "a cache without a window" in str(refusals()[f"{V5}:cute-dsl"])
 
 
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        ({"s": 65, "window": 64}, "65 queries over a window of 64 slots"),
-        ({"d": 64}, "these sizes: d: expected 128"),
-        ({"k": 256}, "these sizes: k: expected 512"),
-        ({"v": 64}, "values of width v=64 beside d=128"),
-        ({"page_size": 80}, "pages of 80 tokens"),
-        ({"prefix": 64, "window": 4096}, "beside a shared prefix"),
-        ({"ragged": True}, "different numbers of queries per request"),
-        ({"tree": True}, "a tree of tokens"),
-        ({"sliding_window": 512}, "a sliding window"),
-        ({"cache_dtype": "fp8_per_token"}, "an 8-bit cache (fp8_per_token)"),
-        ({"latent_only": True}, "queries in the latent space"),
-    ],
-    ids=str,
-)
-def test_what_the_kernel_refuses(options, refusal):
-    pytest.importorskip("cutlass")
-    found = refusals(**{"window": 2048, "window_dtype": "fp8", **options})
-    assert refusal in str(found[f"{V5}:cute-dsl"])
-
-
 def test_the_model_of_time_decides():
     def chosen(**options: Any) -> str:
         found = mla_var3.explain(

@@ -10,7 +10,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention import CacheView, LatentCache, explain, paged_view
-from mla_var3.attention.backends import registry, torch_tiled
+from mla_var3.attention.backends import torch_tiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.select.choice import Explanation
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
@@ -27,6 +27,7 @@ from .attention_support import (
     make_model,
     normal,
     oracle,
+    registered,
 )
 
 H, D, K, P = 2, 6, 256, 8
@@ -58,9 +59,7 @@ def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch
 
 @FORMAT
 @pytest.mark.parametrize("page_size", [None, 64])
-def test_append_truncate_evict_and_fork(
-    name: str, page_size: int | None, model: Model, generator: torch.Generator
-) -> None:
+def test_append_truncate_evict_and_fork(name, page_size, model, generator):
     cache, tokens = filled_cache(
         generator, [70, 5, 129], model, p=P, dtype=torch.bfloat16, cache_dtype=name,
         page_size=page_size, t=190,
@@ -88,14 +87,7 @@ def test_append_truncate_evict_and_fork(
 @pytest.mark.parametrize(
     ("page_size", "window", "prefix"), [(None, 0, 0), (64, 0, 0), (None, 16, 20), (64, 16, 64)]
 )
-def test_attention_is_that_over_the_rounded_tokens(
-    name: str,
-    page_size: int | None,
-    window: int,
-    prefix: int,
-    model: Model,
-    generator: torch.Generator,
-) -> None:
+def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, model, generator):
     """Decompressed tokens are not rounded to 8 bits."""
     lengths = [90, prefix + 2, 129]
     cache, tokens = filled_cache(
@@ -117,9 +109,7 @@ def test_attention_is_that_over_the_rounded_tokens(
 
 
 @FORMAT
-def test_refill_reads_the_rounded_tokens(
-    name: str, model: Model, generator: torch.Generator
-) -> None:
+def test_refill_reads_the_rounded_tokens(name, model, generator):
     cache, _ = filled_cache(
         generator, [40], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16
     )
@@ -134,9 +124,7 @@ def test_refill_reads_the_rounded_tokens(
 
 @FORMAT
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_pool_of_an_engine(
-    name: str, batch_invariant: bool, generator: torch.Generator
-) -> None:
+def test_the_pool_of_an_engine(name, batch_invariant, generator):
     """Latent attention, packed queries, pages in any order, float16 queries, a scale of its own."""
     form = cache_format(name)
     rows = normal(generator, 6 * 64, K + P, dtype=torch.bfloat16)
@@ -161,9 +149,7 @@ def test_the_pool_of_an_engine(
         assert_close(output[own], expected[0], lse[own], expected[1])
 
 
-def test_never_the_whole_pool_is_dequantised(
-    model: Model, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_never_the_whole_pool_is_dequantised(model, generator, monkeypatch):
     cache, _ = filled_cache(
         generator, [500], model, p=P, dtype=torch.bfloat16, cache_dtype="fp8_per_token",
         page_size=64, t=512,
@@ -180,20 +166,11 @@ def test_never_the_whole_pool_is_dequantised(
     assert seen == [128] * 4
 
 
-@FORMAT
-def test_kernels_refuse_by_name(name: str, model: Model, generator: torch.Generator) -> None:
-    cache, _ = filled_cache(generator, [9], model, p=P, dtype=torch.bfloat16, cache_dtype=name)
-    operands = (*queries(generator, 1, 2), cache, model.w_uk, model.w_uv)
-    for kernel in ["mla_var6_plus"] + (["flash_mla:cute-dsl"] if name not in FP8_FORMATS else []):
-        with pytest.raises(UnsupportedError, match=rf"an 8-bit cache \({name}\)"):
-            mla_var3.mla_attention(*operands, kernel=kernel)
-
-
 def refusals(found: Explanation) -> dict[str, str | None]:
     return {f"{each.kernel}:{each.language}": each.refusal for each in found.candidates}
 
 
-def test_the_latent_kernel_of_each_format() -> None:
+def test_the_latent_kernel_of_each_format():
     """CuTe DSL reads two formats on Hopper, cuTile all three on every card."""
     sizes = {"b": 32, "s": 16, "t": 4096, "h": 128}
     for name in FORMATS:
@@ -221,7 +198,7 @@ def test_the_latent_kernel_of_each_format() -> None:
     assert refused is not None and "rows of a multiple of 16 bytes (fp8_ds_mla)" in refused
 
 
-def test_cutile_is_estimated_by_its_rates_on_a_16_bit_cache() -> None:
+def test_cutile_is_estimated_by_its_rates_on_a_16_bit_cache():
     """Products in 16 bits: fewer bytes, the same operations; marked as an estimate."""
     sizes = {"b": 4, "s": 1, "t": 65536, "h": 16, "latent_only": True}
     for device, basis in (("H200", BORROWED), ("B200", IDEAL)):
@@ -240,7 +217,7 @@ def test_cutile_is_estimated_by_its_rates_on_a_16_bit_cache() -> None:
     assert "not timed on an 8-bit cache; estimate, rates of a 16-bit cache" in found.reason
 
 
-def test_each_format_has_an_estimate_of_its_own() -> None:
+def test_each_format_has_an_estimate_of_its_own():
     sizes = {"b": 32, "s": 16, "t": 4096, "h": 128, "latent_only": True, "device_name": "H200"}
     times = {}
     for name in (None, *FP8_FORMATS):
@@ -260,9 +237,7 @@ def test_each_format_has_an_estimate_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", FP8_FORMATS)
 @pytest.mark.parametrize("page_size", [None, 64])
-def test_a_shared_prefix(
-    name: str, page_size: int | None, model: Model, generator: torch.Generator
-) -> None:
+def test_a_shared_prefix(name, page_size, model, generator):
     """Its passes carry the scales; dense requests with scales per token cannot be read as pages."""
     cache, _ = filled_cache(
         generator, [130, 70, 64], model, p=P, t=192, dtype=torch.bfloat16, cache_dtype=name,
@@ -270,16 +245,12 @@ def test_a_shared_prefix(
     )  # fmt: skip
     q = queries(generator, 3, 2)
     operands = (*q, cache, model.w_uk, model.w_uv)
-    backend = PrefixBackend(torch_tiled.TorchTiled())
-    registry.register(backend)
-    try:
+    with registered(PrefixBackend(torch_tiled.TorchTiled())) as backend:
         if page_size is None and name == "fp8_per_token":
             with pytest.raises(UnsupportedError, match="share no first tokens"):
                 mla_var3.mla_attention(*operands, kernel=backend.kernel)
             return
         found = mla_var3.mla_attention(*operands, kernel=backend.kernel, return_lse=True)
-    finally:
-        registry.unregister(backend.kernel, backend.language)
     view = replace(cache.view(), k_prefix=None, v_prefix=None, k_rope_prefix=None)
     wanted = mla_var3.mla_attention(
         *q, view, model.w_uk, model.w_uv, kernel="torch_tiled", return_lse=True
@@ -287,7 +258,7 @@ def test_a_shared_prefix(
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
-def test_scales_that_the_copy_engine_cannot_read(generator: torch.Generator) -> None:
+def test_scales_that_the_copy_engine_cannot_read(generator):
     pages = torch.zeros((2, 64, 644), dtype=torch.uint8)
     table, lengths = torch.zeros((1, 2), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     view = paged_view(pages, table, lengths, format="fp8_per_token")
@@ -299,7 +270,7 @@ def test_scales_that_the_copy_engine_cannot_read(generator: torch.Generator) -> 
         assert found.shape.aligned is aligned
 
 
-def test_compiled_append_and_attention(model: Model, generator: torch.Generator) -> None:
+def test_compiled_append_and_attention(model, generator):
     cache = LatentCache.allocate(2, 64, k=K, p=P, dtype="fp8_per_token")
     rows = normal(generator, 2, 3, K + P, dtype=torch.bfloat16)
     q_nope, q_rope = queries(generator, 2, 3)
@@ -315,7 +286,7 @@ def test_compiled_append_and_attention(model: Model, generator: torch.Generator)
     torch.testing.assert_close(found, expected)
 
 
-def test_wrong_views(generator: torch.Generator) -> None:
+def test_wrong_views(generator):
     pool = torch.zeros(2, 64, 660, dtype=torch.uint8)
     table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3])
     with pytest.raises(UnknownNameError, match="cache format 'fp4'"):

@@ -82,17 +82,6 @@ def test_appending_copies_one_page_per_request_and_no_more():
     assert sorted(owned_pages(cache).values()) == [1, 1, 1, 3, 3, 3]
 
 
-def test_a_fork_without_pages_left_waits():
-    """A sibling that gets no page keeps its tokens, and may write once it is alone."""
-    cache = make_cache(2, page_size=PAGE, num_pages=2)
-    cache.append(*tokens([1.0] * 10, []))
-    cache.fork(0, into=[1])
-    assert cache.append(*tokens([2.0], [3.0])).tolist() == [1, 0]
-    assert held(cache) == [[1.0] * 10 + [2.0], [1.0] * 10]
-    assert cache.append(*tokens([], [3.0])).tolist() == [0, 1]
-    assert held(cache) == [[1.0] * 10 + [2.0], [1.0] * 10 + [3.0]]
-
-
 def test_the_ring_and_a_prefix_come_along():
     weights = {"w_uk": torch.randn(2, 4, K), "w_uv": torch.randn(2, K, 4)}
     cache = make_cache(3, page_size=PAGE, window=8, prefix=PAGE, heads=2, head_dim=4)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.errors import InvalidArgumentError
+
+from .attention_support import registered
 
 B, S, H, D, P, K = 3, 4, 2, 8, 8, 16
 
@@ -89,21 +90,17 @@ def test_the_attention(paged, options):
 @pytest.mark.parametrize("paged", [{}, {"page_size": 64}])
 @pytest.mark.parametrize("packed", [True, False])
 def test_shared_prefixes(paged, packed):
-    backend = PrefixBackend(TorchTiled())
-    registry.register(backend)
     cache = LatentCache.allocate(B, 256, k=K, p=P, device="meta", **paged)
     groups = mla_var3.PrefixGroups(empty(2, B, dtype=torch.int32), empty(2, 2, dtype=torch.int32))
     options: dict[str, Any] = {}
     if packed:
         options = {"cu_seqlens_q": empty(B + 1, dtype=torch.int32), "max_q": 5}
     leading = (9,) if packed else (B, S)
-    try:
+    with registered(PrefixBackend(TorchTiled())) as backend:
         output, lse = mla_var3.mla_latent_attention(
             empty(*leading, H, K), empty(*leading, H, P), cache, prefix=groups,
             kernel=backend.kernel, **options,
         )  # fmt: skip
-    finally:
-        registry.unregister(backend.kernel, backend.language)
     assert output.shape == (*leading, H, K) and lse.shape == (*leading, H)
 
 

@@ -130,16 +130,14 @@ class Call:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("page", [None, 16, 32, 48, 64, 128])
-def test_pages(kernel: str, page: int | None, causal: bool, generator: torch.Generator) -> None:
+def test_pages(kernel, page, causal, generator):
     Call(generator, page=page).check(kernel, causal=causal)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("page", [None, 32])
 @pytest.mark.parametrize("max_q", [None, 33])
-def test_packed_queries(
-    kernel: str, page: int | None, max_q: int | None, generator: torch.Generator
-) -> None:
+def test_packed_queries(kernel, page, max_q, generator):
     """One tile, several tiles, no query and no token."""
     call = Call(generator, counts=(33, 1, 2, 0), page=page)
     call.check(kernel, cu_seqlens_q=call.bounds, max_q=max_q)
@@ -148,9 +146,7 @@ def test_packed_queries(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("counts", [(33, 33, 33, 33), (7, 1, 0, 5)])
-def test_trees(
-    kernel: str, page: int | None, counts: tuple[int, ...], generator: torch.Generator
-) -> None:
+def test_trees(kernel, page, counts, generator):
     """33 drafts reach over several KV tiles, so that later row tiles also mask earlier ones."""
     call = Call(generator, counts=counts, page=page)
     s = max(counts)
@@ -166,14 +162,7 @@ def test_trees(
     ("window", "counts"), [(1, (3, 3, 3, 3)), (20, (33, 1, 2, 0)), (70, (3, 3, 3, 3))]
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_sliding_windows(
-    kernel: str,
-    page: int | None,
-    window: int,
-    counts: tuple[int, ...],
-    causal: bool,
-    generator: torch.Generator,
-) -> None:
+def test_sliding_windows(kernel, page, window, counts, causal, generator):
     """Pages that no query sees have gone to others: the table says nothing about them."""
     call = Call(generator, counts=counts, page=page)
     table = call.cache.block_table
@@ -190,9 +179,7 @@ def test_sliding_windows(
 @pytest.mark.parametrize(
     ("case", "page"), [("plain", None), ("packed", 16), ("tree", 64), ("window", 32)]
 )
-def test_8_bit_caches(
-    cache_dtype: str, kernel: str, page: int | None, case: str, generator: torch.Generator
-) -> None:
+def test_8_bit_caches(cache_dtype, kernel, page, case, generator):
     counts = (7, 1, 0, 5) if case in ("packed", "tree") else (3, 3, 3, 3)
     call = Call(generator, counts=counts, k=512, page=page, cache_dtype=cache_dtype)
     tree, options = None, {}
@@ -205,9 +192,7 @@ def test_8_bit_caches(
 
 
 @FORMAT
-def test_8_bit_caches_are_read_where_they_lie(
-    cache_dtype: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_8_bit_caches_are_read_where_they_lie(cache_dtype, generator, monkeypatch):
     """The kernel gets views of the pool: nothing is dequantised or copied before."""
     call = Call(generator, k=512, p=64, cache_dtype=cache_dtype)
     seen: list[Any] = []
@@ -221,7 +206,7 @@ def test_8_bit_caches_are_read_where_they_lie(
     assert {part.data_ptr() for part in (cache.latent, cache.rope, cache.scales)} <= given
 
 
-def test_a_pool_of_more_than_2_gib(generator: torch.Generator) -> None:
+def test_a_pool_of_more_than_2_gib(generator):
     """The last page of a request is a slice of the pool; most of its memory is never touched."""
     call = Call(generator, k=512, p=64, counts=(3,), lengths=(70,), cache_dtype="fp8_ds_mla")
     small, fmt = call.cache, cache_format("fp8_ds_mla")
@@ -239,7 +224,7 @@ def test_a_pool_of_more_than_2_gib(generator: torch.Generator) -> None:
 
 
 @FORMAT
-def test_nan_in_an_8_bit_cache_is_not_hidden(cache_dtype: str, generator: torch.Generator) -> None:
+def test_nan_in_an_8_bit_cache_is_not_hidden(cache_dtype, generator):
     call = Call(generator, k=512, counts=(3,), lengths=(47,), page=None, cache_dtype=cache_dtype)
     call.cache.latent.view(torch.uint8)[0, 5, 300] = 0x7F
     output, _ = call.run(KERNELS[0])
@@ -249,13 +234,13 @@ def test_nan_in_an_8_bit_cache_is_not_hidden(cache_dtype: str, generator: torch.
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("k", "p"), [(512, 64), (512, 0), (256, 64), (256, 32)])
 @pytest.mark.parametrize("h", [1, 12, 20])
-def test_widths_and_heads(kernel: str, k: int, p: int, h: int, generator: torch.Generator) -> None:
+def test_widths_and_heads(kernel, k, p, h, generator):
     call = Call(generator, h=h, k=k, p=p, counts=(5, 5), lengths=(70, 33))
     call.check(kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_padding_behind_the_last_request(kernel: str, generator: torch.Generator) -> None:
+def test_padding_behind_the_last_request(kernel, generator):
     """Rows of no request, as in a CUDA graph for a larger batch: 0 and -inf."""
     call = Call(generator, counts=(3, 2, 1, 4))
     bounds = call.bounds
@@ -267,9 +252,7 @@ def test_padding_behind_the_last_request(kernel: str, generator: torch.Generator
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_wrong_values_stay_inside_the_tensors(
-    kernel: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_values_stay_inside_the_tensors(kernel, generator, monkeypatch):
     """What only the device knows is not checked by the host: the interpreter checks accesses."""
     for place in ("validate.check_values", "debug.check_values"):
         monkeypatch.setattr(f"mla_var3.attention.request.{place}", lambda task: None)

@@ -31,6 +31,15 @@ def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
     return lambda given: {**given, **changes}
 
 
+def pair(t: int, k: int, rope_t: int, p: int) -> Callable[[Arguments], Arguments]:
+    """A cache of two tensors, of these slots and widths."""
+    return changed(cache=(torch.randn(B, t, k), torch.randn(B, rope_t, p)))
+
+
+def allocated(b: int, **options: Any) -> Callable[[Arguments], Arguments]:
+    return changed(cache=LatentCache.allocate(b, T, k=K, p=P, dtype=torch.float32, **options))
+
+
 BOUNDS = torch.tensor([0, 3, 6], dtype=torch.int32)
 PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_seqlens_q": BOUNDS}
 
@@ -42,80 +51,46 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(q_nope=torch.randn(B, S, H)), r"q_nope: expected \[b, s, h, d\], got \[2, 3, 2\]"),
         (changed(q_nope=torch.randn(B, 0, H, D)), "q_nope: expected s of at least 1"),
         (changed(q_nope=torch.randn(B, S, H, D).half()), "w_uk: expected dtype torch.float16"),
-        (
-            changed(q_rope=torch.randn(B, S, 1, P)),
-            r"q_rope: expected \[b=2, s=3, h=2, p=4\], got \[2, 3, 1, 4\]",
-        ),
+        (changed(q_rope=torch.randn(B, S, 1, P)), r"q_rope: expected \[b=2, s=3, h=2, p=4\], got"),
         (changed(q_rope=None), "q_rope: expected a tensor .* got NoneType"),
         (
             changed(q_rope=torch.empty(B, S, H, P, device="meta")),
-            "q_rope: expected a tensor on cpu, got one on meta",
+            "q_rope: .* on cpu, got one on meta",
         ),
-        (
-            changed(w_uk=torch.randn(H, D + 1, K)),
-            r"w_uk: expected \[h=2, d=6, k\], got \[2, 7, 8\]",
-        ),
-        (
-            changed(w_uv=torch.randn(H, D, K)),
-            r"w_uv: expected \[h=2, k=8, v\], got \[2, 6, 8\]",
-        ),
+        (changed(w_uk=torch.randn(H, D + 1, K)), r"w_uk: expected \[h=2, d=6, k\], got \[2, 7"),
+        (changed(w_uv=torch.randn(H, D, K)), r"w_uv: expected \[h=2, k=8, v\], got \[2, 6, 8\]"),
         (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
+        (pair(T, 9, T, P), r"cache\[0\] \(c_kv\): expected \[b=2, t, k=8\], got \[2, 70, 9\]"),
+        (pair(T, K, T - 1, P), r"cache\[1\] \(k_rope\): expected .* t=70, p=4\], got \[2, 69, 4\]"),
+        (pair(0, K, 0, P), "cache: expected at least one slot per request, got none"),
+        (pair(2, K, 2, P), r"s: expected at most the t=2 slots of a request \(causal\), got 3"),
+        (allocated(3), r"cache.c_kv: expected \[b=2, t, k=8\], got \[3, 70, 8\]"),
         (
-            changed(cache=(torch.randn(B, T, 9), torch.randn(B, T, P))),
-            r"cache\[0\] \(c_kv\): expected \[b=2, t, k=8\], got \[2, 70, 9\]",
-        ),
-        (
-            changed(cache=(torch.randn(B, T, K), torch.randn(B, T - 1, P))),
-            r"cache\[1\] \(k_rope\): expected \[b=2, t=70, p=4\], got \[2, 69, 4\]",
-        ),
-        (
-            changed(cache=LatentCache.allocate(3, T, k=K, p=P, dtype=torch.float32)),
-            r"cache.c_kv: expected \[b=2, t, k=8\], got \[3, 70, 8\]",
-        ),
-        (
-            changed(
-                cache=LatentCache.allocate(
-                    B, T, k=K, p=P, dtype=torch.float32, window=4, heads=1, head_dim=D
-                )
-            ),
+            allocated(B, window=4, heads=1, head_dim=D),
             r"cache.k_new: expected \[b=2, h=2, n, d=6\], got \[2, 1, 4, 6\]",
-        ),
-        (
-            changed(cache=(torch.randn(B, 0, K), torch.randn(B, 0, P))),
-            "cache: expected at least one slot per request, got none",
         ),
         (changed(lengths=[1]), r"lengths: expected \[b=2\], got \[1\]"),
         (changed(lengths=torch.ones(B)), "lengths: expected dtype torch.int32 or torch.int64"),
         (changed(causal=1), "causal: expected True or False, got 1"),
         (changed(scale=0), "scale: expected a positive finite number or None, got 0"),
-        (
-            changed(out=torch.empty(B, S, H, K)),
-            r"out: expected \[b=2, s=3, h=2, v=6\], got \[2, 3, 2, 8\]",
-        ),
+        (changed(out=torch.empty(B, S, H, K)), r"out: expected \[b=2, s=3, h=2, v=6\], got"),
         (
             changed(out=torch.empty(1, S, H, D).expand(B, S, H, D)),
             r"out: expected a place of its own for every value, got strides \(0, ",
         ),
         (changed(max_q=2), "max_q: expected s=3 without cu_seqlens_q, got 2"),
         (changed(max_kv=0), "max_kv: expected a positive integer, got 0"),
-        (
-            changed(cache=(torch.randn(B, 2, K), torch.randn(B, 2, P))),
-            r"s: expected at most the t=2 slots of a request \(causal\), got 3",
-        ),
         (changed(cu_seqlens_q=BOUNDS), r"q_nope: expected \[total_q, h, d\], got \[2, 3, 2, 6\]"),
         (
             changed(**{**PACKED, "cu_seqlens_q": BOUNDS[:2]}),
             r"cu_seqlens_q: expected \[b\+1=3\], got \[2\]",
         ),
         (
-            changed(tree_mask=torch.ones(S, S, dtype=torch.bool), causal=False),
+            changed(tree_mask=torch.ones(S, S).bool(), causal=False),
             "tree_mask: expected none with causal=False, got a tree",
         ),
         (changed(tree_mask=[0]), "tree_mask: expected a tensor, got list"),
-        (
-            changed(tree_mask=torch.ones(4, 4, dtype=torch.bool)),
-            r"tree_mask: expected \[s=3, s=3\], got \[4, 4\]",
-        ),
+        (changed(tree_mask=torch.ones(4, 4).bool()), r"tree_mask: expected \[s=3, s=3\], got \[4"),
         (changed(tree_mask=torch.zeros(S)), "tree_mask: expected dtype torch.bool or"),
         (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),
     ],
@@ -175,27 +150,19 @@ def int32(*values: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        (
-            {"lengths": int32(129, 0)},
-            {},
-            r"lengths\[0\]: expected a number from 0 to t=128, got 129",
-        ),
+        ({"lengths": int32(129, 0)}, {}, r"lengths\[0\]: expected .* from 0 to t=128, got 129"),
+        ({"lengths": int32(5, -1)}, {}, r"lengths\[1\]: expected .* from 0 to t=128, got -1"),
         (
             {"latent": torch.randn(4, 64, K + 1)},
             {},
-            r"cache.c_kv: expected \[num_pages, page_size, k=8\], got \[4, 64, 9\]",
+            r"cache.c_kv: expected .* k=8\], got \[4, 64, 9\]",
         ),
-        ({"lengths": int32(5, -1)}, {}, r"lengths\[1\]: expected a number from 0 to t=128, got -1"),
         ({}, {"max_kv": 64}, r"lengths\[0\]: expected a number from 0 to max_kv=64, got 70"),
-        (
-            {"block_table": int32([3, 4], [0, 0])},
-            {},
-            r"block_table\[0, 1\]: expected a page from 0 to 3, got 4",
-        ),
+        ({"block_table": int32([3, 4], [0, 0])}, {}, r"block_table\[0, 1\]: .* from 0 to 3, got 4"),
         (
             {"block_table": int32([-1, 0], [0, 0])},
             {},
-            r"block_table\[0, 0\]: expected a page from 0 to 3, got -1",
+            r"block_table\[0, 0\]: .* from 0 to 3, got -1",
         ),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 3)}, "cu_seqlens_q: expected ascending bounds"),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 7)}, "cu_seqlens_q: expected ascending bounds"),
@@ -212,10 +179,7 @@ def test_values_of_cpu_tensors_are_always_checked(changes, options, message):
     [
         ({"lengths": [100, 101]}, r"lengths\[0\]: expected a number from 0 to t=70, got 100"),
         ({"lengths": [-1, 5]}, r"lengths\[0\]: expected a number from 0 to t=70, got -1"),
-        (
-            {"tree_mask": torch.tensor([1, -1, 0])},
-            r"tree_mask\[0\]: expected -1 or the index of a token before token 0, got 1",
-        ),
+        ({"tree_mask": torch.tensor([1, -1, 0])}, r"tree_mask\[0\]: .* before token 0, got 1"),
         ({"tree_mask": torch.tensor([[-1, 0, 7]] * B)}, r"tree_mask\[0, 2\]: expected .* got 7"),
     ],
 )

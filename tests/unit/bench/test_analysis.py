@@ -26,18 +26,11 @@ def sweep_rows() -> list[BenchRow]:
     rows = []
     for t in (1024, 4096):
         for s in (8, 16, 64, 128):
-            share = t / 4096
+            share, case = t / 4096, {"s": s, "t": t, "projections_us": 0.0}
             rows += [
-                row("flash_mla", 60.0 * s * share, s=s, t=t, projections_us=0.0),
-                row(
-                    "flash_attention",
-                    1920.0 * share,
-                    s=s,
-                    t=t,
-                    path=DECOMPRESSED,
-                    projections_us=0.0,
-                ),
-                peer("FlashMLA", 72.0 * s * share, s=s, t=t, projections_us=0.0),
+                row("flash_mla", 60.0 * s * share, **case),
+                row("flash_attention", 1920.0 * share, path=DECOMPRESSED, **case),
+                peer("FlashMLA", 72.0 * s * share, **case),
             ]
     return rows
 

@@ -25,12 +25,7 @@ from mla_var3.bench.peers import (
     peer_kernel,
 )
 from mla_var3.bench.suites import EIGHT_BIT_PEERS, LATENT_PEERS, PEERS
-from mla_var3.errors import (
-    CheckFailedError,
-    MissingToolError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from mla_var3.errors import CheckFailedError, MissingToolError, UnknownNameError, UnsupportedError
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.cost import flash_mla_cost

@@ -32,6 +32,14 @@ BAD = {
     "predict --for_device=": "unknown device ''",
     "predict --for_device=H205": "unknown device 'H205'",
     "predict --lengths=": "--lengths: expected a comma list, each an integer or mixed",
+    "choose --kernel=flash": "unknown kernel 'flash'",
+    "choose --s=5 --t=2": "s: expected at most t=2 (causal), got 5",
+    "choose --t=100 --prefix=200": "prefix: expected an integer from 0 to t=100, got 200",
+    "choose --t=100 --window=200": "window: expected an integer from 0 to t=100, got 200",
+    "choose --b=4 --prefix=9 --groups=5": "groups: expected an integer from 1 to b=4",
+    "choose --groups=3": "groups: expected 1 without a shared prefix, got 3",
+    "choose --dtype=int8": "dtype: expected bfloat16 or float16 or float32, got 'int8'",
+    "choose --cache_dtype=fp4": "unknown cache format 'fp4'",
     f"choose --window={HUGE}": "window: expected an integer from 0 to 2147483647, got",
     f"choose --page_size={HUGE}": "page_size: expected an integer from 1 to 2147483647",
     "plan": "the following arguments are required: --budget",
@@ -100,9 +108,14 @@ def test_one_line_names_the_argument(command, tmp_path, capsys):
     [
         ("compare flash_mla flash_attention", "--static compares predictions"),
         ("bench all --mode=measure", "expected a usable CUDA GPU"),
+        (
+            "choose --cache_dtype=fp8 --kernel=mla_var6_plus",
+            "does not support an 8-bit cache (fp8)",
+        ),
+        ("choose --kernel=mla_var6_plus --tree", "it does not support a tree of tokens"),
     ],
 )
-def test_what_needs_a_gpu_says_so(command, message, capsys):
+def test_what_is_not_possible_here_says_so(command, message, capsys):
     assert main(command.split()) == 1
     assert message in capsys.readouterr().err
 

@@ -184,11 +184,6 @@ def test_errors_in_a_run(error, code, message, machine, monkeypatch, capsys):
         kernel.run_plan(FakePlan(), [])
 
 
-def test_a_plan_is_its_own_command_line(machine):
-    assert FakePlan(b=9).benchmark_kernel_argparse([]) == 0
-    assert machine.profiled[0][0].b == 9
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

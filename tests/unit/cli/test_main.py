@@ -60,13 +60,6 @@ def test_tables_fit_80_columns_without_broken_words(argv, monkeypatch, capsys):
     assert tables
 
 
-def test_choose_says_a_reason_once(capsys):
-    assert main(["choose", "--s=4", "--for_device=B200"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("NVIDIA B200 (sm_100); it is written for sm_90") == 1
-    assert "flash_attention:cute-dsl, flash_mla:cute-dsl do not support NVIDIA B200" in out
-
-
 def test_choose_says_whose_times_are_estimates(capsys, monkeypatch):
     """Its title speaks of the chosen kernel; other kernels' times have a line of their own."""
     monkeypatch.setenv("COLUMNS", "400")

@@ -55,11 +55,6 @@ def test_a_field_is_read_by_its_type(argument, name, value):
     assert getattr(read(FakePlan(), argument).plan, name) == value
 
 
-def test_mixed_lengths_follow_b_and_t():
-    plan = read(FakePlan(), "--lengths=mixed", "--b=4", "--t=100").plan
-    assert plan.lengths == (1, 34, 67, 100)
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -15,6 +15,14 @@ DEEPSEEK = {
     "v_head_dim": 128,
     "num_attention_heads": 128,
 }
+OPENPANGU = {
+    "attention_kv_lora_dim": 512, "attention_qk_dim": 128, "attention_qk_rope_dim": 64,
+    "attention_v_dim": 128, "num_attention_heads": 128,
+}  # fmt: skip
+MINICPM3 = {
+    "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": None,
+    "hidden_size": 2560, "num_attention_heads": 40,
+}  # fmt: skip
 
 
 def test_a_model_by_name_alias_and_case():
@@ -40,20 +48,11 @@ def test_a_tp_that_does_not_divide_the_heads(tp, message):
         mla_var3.model("glm-4.7-flash").heads_per_rank(tp)
 
 
-def test_the_table_has_every_width_that_was_published():
+def test_names_are_unique_and_sources_are_repositories():
     names = [name for entry in models().values() for name in (entry.name, *entry.aliases)]
     assert len(names) == len(set(names))
     assert all(name == name.lower() for name in names)
-    assert {entry.widths for entry in models().values()} == {
-        (512, 128, 64, 128),
-        (512, 192, 64, 256),
-        (512, 256, 0, 256),
-        (256, 64, 64, 128),
-        (256, 64, 32, 64),
-    }
-    assert {entry.heads for entry in models().values()} == {128, 96, 64, 40, 32, 20, 16}
-    for entry in models().values():
-        assert entry.source.count("/") == 1, "the name of a repository"
+    assert all(entry.source.count("/") == 1 for entry in models().values())
 
 
 @pytest.mark.parametrize(
@@ -61,29 +60,8 @@ def test_the_table_has_every_width_that_was_published():
     [
         (DEEPSEEK, (512, 128, 64, 128), 128),
         ({"text_config": {**DEEPSEEK, "num_attention_heads": 96}}, (512, 128, 64, 128), 96),
-        (
-            {
-                "attention_kv_lora_dim": 512,
-                "attention_qk_dim": 128,
-                "attention_qk_rope_dim": 64,
-                "attention_v_dim": 128,
-                "num_attention_heads": 128,
-            },
-            (512, 128, 64, 128),
-            128,
-        ),
-        (
-            {
-                "kv_lora_rank": 256,
-                "qk_nope_head_dim": 64,
-                "qk_rope_head_dim": 32,
-                "v_head_dim": None,
-                "hidden_size": 2560,
-                "num_attention_heads": 40,
-            },
-            (256, 64, 32, 64),
-            40,
-        ),
+        (OPENPANGU, (512, 128, 64, 128), 128),
+        (MINICPM3, (256, 64, 32, 64), 40),
         ({**DEEPSEEK, "qk_rope_head_dim": 0}, (512, 128, 0, 128), 128),
     ],
     ids=["deepseek", "nested", "openpangu", "minicpm3", "no rope"],

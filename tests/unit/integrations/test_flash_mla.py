@@ -78,9 +78,7 @@ def expected(
 @pytest.mark.parametrize("lengths", [[20], [140, 140], [140, 64, 0, 7, 0]])
 @pytest.mark.parametrize(("h", "h_k"), [(1, 1), (3, 3), (6, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dense_decoding(
-    causal: bool, s: int, lengths: list[int], h: int, h_k: int, dtype: torch.dtype
-) -> None:
+def test_dense_decoding(causal, s, lengths, h, h_k, dtype):
     case = make_case(lengths, s, h, h_k, width=72, dtype=dtype)
     metadata, num_splits = get_mla_metadata()
     output, lse = flash_mla_with_kvcache(
@@ -96,7 +94,7 @@ def test_dense_decoding(
 
 @pytest.mark.parametrize("eight_bit_queries", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_fp8_cache(name: str, eight_bit_queries: bool) -> None:
+def test_an_fp8_cache(name, eight_bit_queries):
     """576-byte rows with scales of their own as in vLLM's fork, 656 as upstream, and 644."""
     lengths, k = [140, 64, 0, 7], 512
     case = make_case(lengths, 2, 3, 1, dtype=torch.float32)
@@ -122,7 +120,7 @@ def test_an_fp8_cache(name: str, eight_bit_queries: bool) -> None:
     assert compare(found[1], want[1]).max_abs < 1e-3
 
 
-def test_the_older_interface() -> None:
+def test_the_older_interface():
     """Metadata are tensors that callers copy into buffers of their own, and calls take splits."""
     case = make_case([70, 5], 2, 4, 1, dtype=torch.float32)
     case["q"], case["k_cache"] = case["q"].bfloat16(), case["k_cache"].bfloat16()
@@ -140,7 +138,7 @@ def test_the_older_interface() -> None:
 
 
 @pytest.mark.parametrize("as_module", [True, False])
-def test_standing_in_for_the_module(tmp_path, as_module) -> None:
+def test_standing_in_for_the_module(tmp_path, as_module):
     script = tmp_path / "engine.py"
     script.write_text(
         "import sys\nfrom flash_mla import flash_mla_with_kvcache\n"
@@ -156,7 +154,7 @@ def test_standing_in_for_the_module(tmp_path, as_module) -> None:
     assert done.stdout.split() == ["mla_var3.integrations.flash_mla", "['--flag']"]
 
 
-def test_the_widths_of_the_models() -> None:
+def test_the_widths_of_the_models():
     case = make_case([70, 3], 2, 4, 1, dtype=torch.bfloat16)
     metadata, _ = get_mla_metadata(case["cache_seqlens"], 2 * 4, 1)
     output, lse = flash_mla_with_kvcache(
@@ -168,6 +166,10 @@ def test_the_widths_of_the_models() -> None:
     assert compare(lse, want_lse).max_abs < 1e-4
 
 
+def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(3, *sizes, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -176,7 +178,7 @@ def test_the_widths_of_the_models() -> None:
         ({"is_fp8_kvcache": True}, InvalidArgumentError, "k_cache: expected dtype torch.uint8"),
         ({"descale_k": torch.ones(1)}, InvalidArgumentError, "descale_k: expected None"),
         (
-            {"is_fp8_kvcache": True, "k_cache": torch.zeros(3, 64, 1, 73, dtype=torch.uint8)},
+            {"is_fp8_kvcache": True, "k_cache": pages(64, 1, 73, dtype=torch.uint8)},
             InvalidArgumentError,
             r"k_cache: expected rows of 72 \(fp8\), ",
         ),
@@ -184,31 +186,19 @@ def test_the_widths_of_the_models() -> None:
         (
             {"tile_scheduler_metadata": 3},
             InvalidArgumentError,
-            "tile_scheduler_metadata: expected the first value of get_mla_metadata, got int",
+            "tile_scheduler_metadata: .* got int",
         ),
         ({"q": torch.zeros(1, 2, 3)}, InvalidArgumentError, r"q: expected \[b, s, h, k\+p\]"),
         ({"q": torch.zeros(1, 1, 2, 72)}, InvalidArgumentError, "q: expected dtype torch.bfloat16"),
         ({"head_dim_v": 73}, InvalidArgumentError, r"head_dim_v: expected .* k\+p=72, got 73"),
-        (
-            {"k_cache": torch.zeros(3, 64, 1, 71, dtype=torch.bfloat16)},
-            InvalidArgumentError,
-            r"k_cache: expected \[num_pages, page, h_k, k\+p=72\]",
-        ),
-        (
-            {"k_cache": torch.zeros(3, 32, 1, 72, dtype=torch.bfloat16)},
-            InvalidArgumentError,
-            "k_cache: expected pages of a multiple of 64, got 32",
-        ),
-        (
-            {"k_cache": torch.zeros(3, 64, 3, 72, dtype=torch.bfloat16)},
-            InvalidArgumentError,
-            "k_cache: expected h_k that divides h=2, got 3",
-        ),
+        ({"k_cache": pages(64, 1, 71)}, InvalidArgumentError, r"k_cache: expected \[.* k\+p=72\]"),
+        ({"k_cache": pages(32, 1, 72)}, InvalidArgumentError, "k_cache: .* multiple of 64, got 32"),
+        ({"k_cache": pages(64, 3, 72)}, InvalidArgumentError, "k_cache: .* divides h=2, got 3"),
         ({"block_table": None}, InvalidArgumentError, "block_table: expected a tensor"),
         ({"cache_seqlens": None}, InvalidArgumentError, "cache_seqlens: expected a tensor"),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_is_refused(changes, error, message):
     case = make_case([20], 1, 2, 1, width=72, dtype=torch.bfloat16)
     given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": FlashMLASchedMeta(), **changes}
     with pytest.raises(error, match=message):

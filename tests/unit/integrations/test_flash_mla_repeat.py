@@ -51,9 +51,7 @@ def full_path(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
         return flash_mla_with_kvcache(**case)
 
 
-def test_other_tensors_of_the_same_key(
-    kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tensors_of_the_same_key(kernel, generator, monkeypatch):
     for turn, lengths in enumerate(([100, 0, 7], [2, 128, 64], [0, 0, 3])):
         case = arguments(generator, lengths)
         found = flash_mla_with_kvcache(**case)
@@ -83,13 +81,7 @@ def fp8_arguments(
 
 
 @pytest.mark.parametrize(("name", "scale"), [("fp8", None), ("fp8", 0.5), ("fp8_per_token", None)])
-def test_fp8_caches_of_the_same_key(
-    name: str,
-    scale: float | None,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp8_caches_of_the_same_key(name, scale, kernel, generator, monkeypatch):
     for turn, lengths in enumerate(([100, 0, 7], [2, 128, 64])):
         given = None if scale is None else torch.full((1,), scale * (turn + 1))
         case = fp8_arguments(generator, lengths, name, descale_k=given)
@@ -103,7 +95,7 @@ def test_fp8_caches_of_the_same_key(
     assert kernel.repeats == 1
 
 
-def test_a_captured_call_is_not_kept(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+def test_a_captured_call_is_not_kept(kernel, generator):
     """The scale that it made for the cache holds nothing before its graph has run."""
     kernel.stream = None
     flash_mla_with_kvcache(**fp8_arguments(generator, [100, 0, 7], "fp8"))
@@ -113,7 +105,7 @@ def test_a_captured_call_is_not_kept(kernel: RepeatableKernel, generator: torch.
         assert (kernel.calls, kernel.repeats) == (2, turn)
 
 
-def test_metadata_is_for_one_key(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+def test_metadata_is_for_one_key(kernel, generator):
     metadata = get_mla_metadata()[0]
     flash_mla_with_kvcache(**arguments(generator, [9, 9, 9]))
     flash_mla_with_kvcache(**arguments(generator, [9, 9, 9], causal=False))
@@ -140,21 +132,13 @@ def test_metadata_is_for_one_key(kernel: RepeatableKernel, generator: torch.Gene
         ({"causal": 1}, InvalidArgumentError, "causal"),
     ],
 )
-def test_a_bad_call_beside_a_known_key(
-    changes: dict[str, Any],
-    error: type[Exception],
-    name: str,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-) -> None:
+def test_a_bad_call_beside_a_known_key(changes, error, name, kernel, generator):
     flash_mla_with_kvcache(**arguments(generator, [9, 9, 9]))
     with pytest.raises(error, match=f"^{name}"):
         flash_mla_with_kvcache(**arguments(generator, [9, 9, 9], **changes))
 
 
-def test_indices_of_64_bits_and_two_heads_go_the_full_path(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_indices_of_64_bits_and_two_heads_go_the_full_path(kernel, generator):
     for _ in range(2):
         case = arguments(generator, [9, 9, 9])
         flash_mla_with_kvcache(**{**case, "cache_seqlens": case["cache_seqlens"].long()})

@@ -17,7 +17,7 @@ from .paged_support import SCALE, Batch, H, K
     [([1, 1, 1], [1, 64, 200]), ([4, 4], [4, 129]), ([3, 1, 7], [70, 1, 64])],
     ids=["decode", "verify", "ragged"],
 )
-def test_packed_queries(counts, lengths) -> None:
+def test_packed_queries(counts, lengths):
     batch = Batch(counts, lengths)
     output, lse = batch.attend(return_lse=True)
     expected, expected_lse = batch.expected()
@@ -30,7 +30,7 @@ def test_packed_queries(counts, lengths) -> None:
         torch.testing.assert_close(uniform, output)
 
 
-def test_a_cache_in_8_bits() -> None:
+def test_a_cache_in_8_bits():
     """Its scale is read by every call, so an engine may set it after the pages were made."""
     batch = Batch([2, 1], [65, 7])
     batch.q = batch.q.bfloat16()
@@ -48,7 +48,7 @@ def test_a_cache_in_8_bits() -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-2, rtol=1e-2)
 
 
-def test_trees() -> None:
+def test_trees():
     batch = Batch([3, 3], [65, 3])
     tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2, dtype=torch.bool)
     expected, _ = batch.expected(tree)
@@ -57,7 +57,7 @@ def test_trees() -> None:
         torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_of_no_request_are_left_untouched() -> None:
+def test_rows_of_no_request_are_left_untouched():
     batch = Batch([2, 1], [65, 7], padding=3)
     out = torch.full((6, H, K), 7.0)
     output, lse = batch.attend(out=out, return_lse=True)
@@ -66,7 +66,7 @@ def test_rows_of_no_request_are_left_untouched() -> None:
     torch.testing.assert_close(out[:3].double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
 
 
-def test_requests_without_queries_as_graphs_are_padded_with() -> None:
+def test_requests_without_queries_as_graphs_are_padded_with():
     batch = Batch([2, 1], [65, 7])
     batch.table = torch.cat([batch.table, torch.zeros_like(batch.table)])
     batch.lengths = torch.cat([batch.lengths, torch.tensor([0, 1], dtype=torch.int32)])
@@ -76,7 +76,7 @@ def test_requests_without_queries_as_graphs_are_padded_with() -> None:
 
 
 @pytest.mark.parametrize("starts", [True, False], ids=["packed", "uniform"])
-def test_head_major_queries(starts) -> None:
+def test_head_major_queries(starts):
     batch = Batch([2, 2], [65, 70])
     given = {} if starts else {"query_start_loc": None}
     output, _ = batch.attend(q_latent=batch.head_major(), **given)
@@ -84,7 +84,7 @@ def test_head_major_queries(starts) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 3])
-def test_shards_merge_to_the_whole(shards) -> None:
+def test_shards_merge_to_the_whole(shards):
     """Decode context parallelism: tokens dealt out one by one, several queries per request."""
     batch = Batch([4, 1, 3], [130, 1, 66])
     partials = [
@@ -99,7 +99,7 @@ def test_shards_merge_to_the_whole(shards) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
 
 
-def test_batch_invariant_results_are_those_of_the_request_alone() -> None:
+def test_batch_invariant_results_are_those_of_the_request_alone():
     batch = Batch([4, 1, 3], [130, 1, 66])
     output, lse = batch.attend(batch_invariant=True, return_lse=True)
     torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
@@ -110,7 +110,7 @@ def test_batch_invariant_results_are_those_of_the_request_alone() -> None:
         assert torch.equal(alone_lse, lse[own])
 
 
-def test_uniform_batches_need_all_their_rows() -> None:
+def test_uniform_batches_need_all_their_rows():
     batch = Batch([2, 1], [65, 7])
     with pytest.raises(InvalidArgumentError, match="2 requests x 2 tokens"):
         batch.attend(query_start_loc=None)
@@ -118,9 +118,7 @@ def test_uniform_batches_need_all_their_rows() -> None:
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("packed", "tree"), [(True, False), (False, True)])
-def test_warm_up_calls_with_every_count_that_may_differ(
-    monkeypatch, packed, tree, cache_dtype
-) -> None:
+def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tree, cache_dtype):
     """Below 64 query rows the kernel has programs for several row counts."""
     seen = []
     real = paged.paged_attention
@@ -140,7 +138,7 @@ def test_warm_up_calls_with_every_count_that_may_differ(
     assert seen == [(s, by_head, not packed) for s in (1, 2, 3, 4, 9) for by_head in (False, True)]
 
 
-def test_crossover_of_known_and_unknown_devices() -> None:
+def test_crossover_of_known_and_unknown_devices():
     paged.latent_crossover.cache_clear()
     assert 128 < paged.latent_crossover(128, "NVIDIA H200") <= paged.MOST_LATENT_QUERIES
     assert paged.latent_crossover(128, "no such GPU") == paged.DEFAULT_CROSSOVER

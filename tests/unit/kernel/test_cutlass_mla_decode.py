@@ -17,8 +17,6 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.bench.contenders import choices_of, make_plan
-from mla_var3.bench.suites import KernelChoice
 from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.errors import (
     InvalidArgumentError,
@@ -34,7 +32,6 @@ from mla_var3.kernel.cute_python.mla.cutlass_mla_decode.cutlass_mla_decode.cutla
     MlaDecodeSm100,
 )
 from mla_var3.op.mla.cost import flash_mla_cost
-from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.cute import cache as cute_cache
 from mla_var3.runtime.cute.arguments import Int64Arg
@@ -378,16 +375,6 @@ def test_the_command_line_says_what_is_missing(capsys):
     assert kernel_command.main(argv) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: cutlass_dir: expected a checkout of CUTLASS")
-
-
-def test_it_is_a_row_of_a_benchmark_with_its_reason():
-    decode = MlaProblem(b=4, s=1, t=512, h=128, dtype="float16")
-    plan = make_plan(KernelChoice(NAME), decode, "sm_100")
-    assert choices_of(plan) == {}
-    with pytest.raises(UnsupportedError, match="expected one of its targets sm_100, got sm_90"):
-        make_plan(KernelChoice(NAME), decode, "sm_90")
-    with pytest.raises(UnsupportedError, match="dtype: expected float16"):
-        make_plan(KernelChoice(NAME), MlaProblem(b=4, s=1, t=512, h=128), "sm_100")
 
 
 @pytest.mark.slow

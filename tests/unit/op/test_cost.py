@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -205,20 +206,18 @@ def test_cost_arithmetic():
     assert work.bound(2.0, 1.0) == "compute"
 
 
+OF_A_WINDOW = (
+    cost.mla_var6_plus_cost, cost.attention_block_specialized_cost, cost.decompression_cost,
+    cost.decompressed_bytes,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         *(
-            (
-                lambda function=function, n=n: function(FULL, n),
-                "n: expected an integer from 0 to t=5",
-            )
-            for function in (
-                cost.mla_var6_plus_cost,
-                cost.attention_block_specialized_cost,
-                cost.decompression_cost,
-                cost.decompressed_bytes,
-            )
+            (partial(function, FULL, n), "n: expected an integer from 0 to t=5")
+            for function in OF_A_WINDOW
             for n in (-1, 6)
         ),
         (lambda: cost.best_n(FULL, *H200, multiple=0), "multiple: expected a positive integer"),

@@ -104,19 +104,6 @@ def test_decompress_newest_is_the_end_of_each_request(n):
             assert tensor.isnan().all()
 
 
-def test_meta_tensors_go_through_every_projection():
-    inputs = make_inputs(PROBLEM, "meta")
-    latent = project_queries(inputs.q_nope, inputs.w_uk)
-    assert tuple(latent.shape) == (4, 3, 5, 16)
-    assert tuple(up_project(latent, inputs.w_uv).shape) == (4, 3, 5, 8)
-    assert tuple(decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)[0].shape) == (4, 5, 10, 8)
-    for n in (0, 4):
-        k_new, v_new, rope_new = decompress_newest(inputs, n)
-        assert tuple(k_new.shape) == tuple(v_new.shape) == (4, 5, n, 8)
-        assert tuple(rope_new.shape) == (4, n, 4)
-        assert {tensor.device.type for tensor in (k_new, v_new, rope_new)} == {"meta"}
-
-
 def test_projections_name_the_wrong_operand():
     inputs = make_inputs(PROBLEM, "meta")
     with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[5, 8, ...\] .*q_nope"):

@@ -1,5 +1,7 @@
 """The problem type: derived sizes, and errors that name the argument."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,15 +21,6 @@ def problems(draw: st.DrawFn) -> MlaProblem:
     return MlaProblem(b, draw(sizes), t, draw(sizes), causal=draw(st.booleans()), lengths=lengths)
 
 
-def test_defaults_are_those_of_deepseek_v3():
-    problem = MlaProblem(b=2, s=16, t=4096, h=128)
-    assert (problem.d, problem.p, problem.k) == (128, 64, 512)
-    assert (problem.dtype, problem.causal, problem.element_size) == ("bfloat16", True, 2)
-    assert problem.softmax_scale == pytest.approx(192**-0.5)
-    assert problem.kv_lengths == (4096, 4096)
-    assert problem.total_tokens == 8192
-
-
 def test_v_is_d_unless_given_and_p_may_be_0():
     problem = MlaProblem(1, 1, 1, 1, d=192, p=0)
     assert (problem.v, problem.p) == (192, 0)
@@ -35,18 +28,16 @@ def test_v_is_d_unless_given_and_p_may_be_0():
     assert MlaProblem(1, 1, 1, 1, d=192, v=256).softmax_scale == 256**-0.5
 
 
-@pytest.mark.parametrize("name", ["p", "v"])
-@pytest.mark.parametrize("value", [-3, True, False, 2.0, "4", None])
-def test_sizes_that_may_be_0_are_integers_too(name, value):
-    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a"):
-        MlaProblem(1, 1, 1, 1, **{name: value})
-
-
-@pytest.mark.parametrize("name", ["b", "s", "t", "h", "d", "k"])
-@pytest.mark.parametrize("value", [0, -3, True, 2.0, "4", None])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in "bsthdk"),  # p and v may be 0
+        *itertools.product("bsthdkpv", (-3, True, False, 2.0, "4", None)),
+    ],
+)
 def test_sizes_must_be_positive_integers(name, value):
     good = {"b": 1, "s": 1, "t": 1, "h": 1}
-    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a positive integer, got"):
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a"):
         MlaProblem(**(good | {name: value}))
 
 

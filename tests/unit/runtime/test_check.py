@@ -137,18 +137,6 @@ def test_a_16_bit_output_of_32_bit_inputs_has_a_16_bit_baseline():
     assert check_stage(plan, inputs, stage).passed
 
 
-def test_a_kernel_that_writes_nothing_fails():
-    """Even when an earlier run left the right values in the output."""
-    plan = DoublingPlan()
-    inputs = plan.prepare_inputs("cpu")
-    stage = plan.plan(*inputs)
-    stage.launch()
-    stage._launch_cpu = lambda: None
-    result = check_stage(plan, inputs, stage)
-    assert result.outputs[0].error.nan_count == plan.b
-    assert not result.passed
-
-
 def test_poison_reaches_every_kernel_and_spares_integers():
     first, second, third = fake_kernel("a"), fake_kernel("b"), fake_kernel("c")
     counter = torch.zeros(2, dtype=torch.int32)

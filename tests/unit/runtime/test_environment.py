@@ -5,7 +5,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 import mla_var3
 from mla_var3.runtime import environment as env
+from tests.programs import write_script
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +24,6 @@ def fresh() -> Iterator[None]:
     yield
     for function in cached:
         function.cache_clear()
-
-
-def _program(folder: Path, name: str, script: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 def _no_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +62,8 @@ def test_tools_are_looked_for_in_order(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(home.parent))
     found = []
     for folder in (home, path, wheel):
-        _program(folder, "hyper-mla-tool", "exit 0")
+        folder.mkdir(parents=True)
+        write_script(folder / "hyper-mla-tool", "#!/bin/sh\n")
         found.append(env.find_tool("hyper-mla-tool"))
     assert found == [folder / "hyper-mla-tool" for folder in (home, path, wheel)]
     assert env.find_tool("hyper-mla-no-such-tool") is None

@@ -53,12 +53,8 @@ def test_without_a_gpu():
 
 def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert [device_kind(d) for d in ("auto", "cpu", "cuda", "cuda:1")] == [
-        "auto",
-        "cpu",
-        "cuda",
-        "cuda",
-    ]
+    kinds = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "cuda:1": "cuda"}
+    assert {device: device_kind(device) for device in kinds} == kinds
     with pytest.raises(InvalidArgumentError, match=r"^device: expected the current device cuda:1"):
         device_kind("cuda:0")
 

@@ -1,6 +1,5 @@
 """The index of CuTe DSL examples, on a tiny checkout."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import load_module, run_program
 
 MLA = """
 import cutlass.cute as cute
@@ -45,12 +44,7 @@ def script(repo_root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def index(script: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("index_cutlass_examples", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_module(script)
 
 
 @pytest.fixture

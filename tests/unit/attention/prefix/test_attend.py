@@ -18,12 +18,12 @@ from mla_var3.attention.prefix.layout import prefix_layout
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from tests.unit.attention.attention_support import (
-    assert_close,
     filled_cache,
     make_model,
     normal,
-    oracle,
     random_parents,
+    registered,
+    require_oracle,
 )
 
 from .prefix_support import PAGE, Batch, make_batch
@@ -43,10 +43,8 @@ GROUPS = PrefixGroups(
 
 @pytest.fixture(autouse=True)
 def passes_in_torch() -> Iterator[None]:
-    backend = PrefixBackend(TorchTiled())
-    registry.register(backend)
-    yield
-    registry.unregister(backend.kernel, backend.language)
+    with registered(PrefixBackend(TorchTiled())):
+        yield
 
 
 def queries(generator: torch.Generator, *leading: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,14 +186,6 @@ def test_the_host_checks_what_it_can_read(generator):
         mla_var3.mla_latent_attention(*q, dense.cache, kernel=KERNEL)
 
 
-def test_a_layout_serves_all_layers(generator):
-    layers = [make_batch(generator, LENGTHS, PREFIXES, paged=True) for _ in range(2)]
-    q = queries(generator, len(LENGTHS), 2)
-    layout = prefix_layout(GROUPS, q[0], layers[0].cache)
-    for batch in layers:
-        batch.require(*q, *attended(batch, q, layout))
-
-
 def test_other_kernels_may_ignore_groups(generator):
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 2)
@@ -219,9 +209,7 @@ def test_whole_calls_and_the_prefix_of_a_cache(page_size, generator):
         *q, cache, model.w_uk, model.w_uv, kernel=KERNEL, out=out, return_lse=True
     )
     assert output is out
-    for request, rows in enumerate(tokens):
-        expected = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
-        assert_close(output[request], expected[0], lse[request], expected[1])
+    require_oracle(output, lse, q, tokens, model)
 
 
 def test_forked_requests_are_found_and_shared(generator):

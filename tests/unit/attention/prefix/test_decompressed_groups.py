@@ -8,7 +8,6 @@ import torch
 
 import mla_var3
 from mla_var3.attention import decompress_prefixes
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.decompressed import GroupedPrefixBackend
 from mla_var3.attention.prefix.groups import PrefixGroups
@@ -19,7 +18,13 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.model.prefix_plan import plan_prefix
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
 from mla_var3.op.mla.problem import MlaProblem
-from tests.unit.attention.attention_support import Model, assert_close, make_model, normal, oracle
+from tests.unit.attention.attention_support import (
+    Model,
+    make_model,
+    normal,
+    registered,
+    require_oracle,
+)
 
 from .prefix_support import Batch, make_batch
 
@@ -47,10 +52,8 @@ class Watched(TorchTiled):
 @pytest.fixture
 def inner() -> Iterator[Watched]:
     made = Watched()
-    backend = GroupedPrefixBackend(made, made)
-    registry.register(backend)
-    yield made
-    registry.unregister(backend.kernel, backend.language)
+    with registered(GroupedPrefixBackend(made, made)):
+        yield made
 
 
 def call(
@@ -60,9 +63,7 @@ def call(
     output, lse = mla_var3.mla_attention(
         *q, batch.cache, model.w_uk, model.w_uv, prefix=prefixes, return_lse=True, **options
     )
-    for request, rows in enumerate(batch.tokens):
-        wanted = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
-        assert_close(output[request], wanted[0], lse[request], wanted[1])
+    require_oracle(output, lse, q, batch.tokens, model)
 
 
 def test_a_cache_with_a_window_in_8_bits(inner):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.prefix import attend, layout
 from mla_var3.attention.prefix.attend import PrefixBackend
@@ -19,11 +18,11 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import PER_TENSOR, cache_format, quantise
 from tests.kernel.prefix_on_cpu import CpuKernels
 from tests.unit.attention.attention_support import (
-    assert_close,
     make_model,
     normal,
-    oracle,
     random_parents,
+    registered,
+    require_oracle,
 )
 from tests.unit.attention.replay.replay_support import RepeatableKernel
 
@@ -55,10 +54,8 @@ def kernels(latent: RepeatableKernel, monkeypatch: pytest.MonkeyPatch) -> Iterat
     inner = LatentBackend(
         "repeatable", "torch", latent, runs_on_cpu=True, cache_formats=FP8_FORMATS
     )
-    backend = PrefixBackend(inner)
-    registry.register(backend)
-    yield made
-    registry.unregister(backend.kernel, backend.language)
+    with registered(PrefixBackend(inner)):
+        yield made
 
 
 def groups_of(levels: int, ordered: bool = False) -> PrefixGroups:
@@ -89,10 +86,7 @@ def queries(
 @pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
-def test_latent_calls(
-    paged: bool, levels: int, ordered: bool, laid_out: bool, latent: RepeatableKernel,
-    kernels: CpuKernels, generator: torch.Generator,
-) -> None:  # fmt: skip
+def test_latent_calls(paged, levels, ordered, laid_out, latent, kernels, generator):
     for turn in range(3):
         batch = batch_of(generator, levels, paged, ordered)
         q, groups = queries(generator, 6, 2), groups_of(levels, ordered)
@@ -132,10 +126,7 @@ def test_trees_and_packed_queries(options, latent, kernels, generator):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept workspace", "allocated"])
-def test_whole_calls(
-    kept: bool, latent: RepeatableKernel, kernels: CpuKernels, generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_whole_calls(kept, latent, kernels, generator, monkeypatch):
     if not kept:
         monkeypatch.setattr("mla_var3.attention.replay.workspace.LARGEST_BYTES", 0)
     model = make_model(generator, H, D, K, DTYPE)
@@ -145,9 +136,7 @@ def test_whole_calls(
         found = mla_var3.mla_attention(
             *q, batch.cache, model.w_uk, model.w_uv, prefix=groups, kernel=KERNEL, return_lse=True
         )
-        for request, rows in enumerate(batch.tokens):
-            wanted = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
-            assert_close(found[0][request], wanted[0], found[1][request], wanted[1])
+        require_oracle(*found, q, batch.tokens, model)
         assert (latent.calls, latent.repeats) == (3, 3 * turn)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend, project_heads
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.view import CacheView
@@ -21,6 +20,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOptions,
     ProjectionOperands,
 )
+from tests.unit.attention.attention_support import registered
 
 KERNEL = "repeatable"
 
@@ -172,8 +172,5 @@ def repeatable_kernel(whole: RepeatableWhole | None = None) -> Iterator[Repeatab
     backend = LatentBackend(
         KERNEL, "torch", kernel, runs_on_cpu=True, whole=whole, cache_formats=FP8_FORMATS
     )
-    registry.register(backend)
-    try:
+    with registered(backend):
         yield kernel
-    finally:
-        registry.unregister(KERNEL, "torch")

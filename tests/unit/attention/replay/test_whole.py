@@ -14,19 +14,7 @@ from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.runtime.call_state import CALL_STATE
 
 from .replay_support import KERNEL, RepeatableWhole
-from .test_replay import (
-    DTYPE,
-    MAKES,
-    MODEL,
-    B,
-    D,
-    H,
-    K,
-    S,
-    cache_of,
-    queries,
-    same,
-)
+from .test_replay import DTYPE, MAKES, MODEL, B, D, H, K, S, cache_of, queries, same
 
 WEIGHTS = MODEL.w_uk, MODEL.w_uv
 

@@ -121,6 +121,9 @@ def test_shipped_fits_are_used_for_their_own_device_only(tmp_path, monkeypatch):
     assert mix_parameters(device_spec("B200")) == derived_parameters(device_spec("B200"))
 
 
+LAUNCH = H200.to_dict()["launch_us"]
+
+
 def broken(change: dict[str, Any]) -> list[Any]:
     return [H200.to_dict() | change]
 
@@ -136,17 +139,14 @@ def broken(change: dict[str, Any]) -> list[Any]:
         (broken({"sm_count": 0}), "sm_count: expected"),
         (broken({"dtype": "float32"}), "dtype: expected bfloat16 or float16"),
         (
-            broken({"launch_us": {**H200.to_dict()["launch_us"], "unit": "ms"}}),
+            broken({"launch_us": LAUNCH | {"unit": "ms"}}),
             "launch_us: unit: expected 'µs', got 'ms'",
         ),
         (
-            broken({"launch_us": {**H200.to_dict()["launch_us"], "origin": "guessed"}}),
-            "launch_us: origin: expected vendor or measured",
+            broken({"launch_us": LAUNCH | {"origin": "guessed"}}),
+            "launch_us: origin: expected vendor",
         ),
-        (
-            broken({"launch_us": {**H200.to_dict()["launch_us"], "value": "3"}}),
-            "launch_us: expected zero or a positive number",
-        ),
+        (broken({"launch_us": LAUNCH | {"value": "3"}}), "launch_us: expected zero or a positive"),
     ],
 )
 def test_bad_files_are_refused(content, message, tmp_path):
@@ -296,14 +296,6 @@ def test_a_fine_search_comes_within_the_steps_of_whole_sms(s):
     found = model.at(problem, model.best_n(problem)).total_us
     best = min(model.at(problem, n).total_us for n in range(0, 3001, 7))
     assert found <= best * 1.005
-
-
-def test_fewer_bytes_make_a_larger_window_pay():
-    problem = MlaProblem(b=32, s=32, t=4096, h=128)
-    plain, small = MixModel(H200, PLAIN), MixModel(H200, FP8)
-    times = [m.at(problem, m.best_n(problem, multiple=128)).total_us for m in (plain, small)]
-    assert times[1] < times[0]
-    assert small.best_n(problem, multiple=128) > plain.best_n(problem, multiple=128)
 
 
 def test_bad_choices_are_refused():

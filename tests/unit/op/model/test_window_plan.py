@@ -21,19 +21,11 @@ PROBLEM = MlaProblem(b=32, s=32, t=4096, h=128)
 @pytest.mark.parametrize(
     ("text", "amount"),
     [
-        ("123456", 123456),
-        ("4GiB", 4 * GIB),
-        ("4 gib", 4 * GIB),
-        (" 1.5GiB ", 3 * GIB // 2),
-        ("0.5kB", 500),
-        (".5KiB", 512),
-        ("2MB", 2_000_000),
-        ("7MiB", 7 * 2**20),
-        ("1TiB", 2**40),
-        ("3 B", 3),
-        ("9007199254740993", 9007199254740993),  # more than a float holds exactly
+        ("123456", 123456), ("4GiB", 4 * GIB), ("4 gib", 4 * GIB), (" 1.5GiB ", 3 * GIB // 2),
+        ("0.5kB", 500), (".5KiB", 512), ("2MB", 2_000_000), ("7MiB", 7 * 2**20), ("1TiB", 2**40),
+        ("3 B", 3), ("9007199254740993", 9007199254740993),  # more than a float holds exactly
     ],
-)
+)  # fmt: skip
 def test_amounts(text, amount):
     assert parse_bytes(text) == amount
 

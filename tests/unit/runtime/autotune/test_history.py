@@ -37,9 +37,11 @@ def fake_kernel(*files: Path) -> Any:
     )
 
 
-def make_key(*files: Path, stage: str = "attend", **params: Any) -> dict[str, Any]:
+def make_key(
+    *files: Path, stage: str = "attend", spec: Any = SPEC, **params: Any
+) -> dict[str, Any]:
     plan: Any = FakePlan(**params)
-    return tuning_key(plan, SPEC, stage, [fake_kernel(*files)])
+    return tuning_key(plan, spec, stage, [fake_kernel(*files)])
 
 
 @pytest.fixture
@@ -54,11 +56,13 @@ def test_each_part_of_the_key_changes_the_file(source, monkeypatch):
     assert key_digest(make_key(source, b=2)) in digests, "the same twice is the same file"
     digests.add(key_digest(make_key(source, b=3)))
     digests.add(key_digest(make_key(source, b=2, stage="other")))
+    another = SimpleNamespace(**{**vars(SPEC), "name": "NVIDIA Other"})
+    digests.add(key_digest(make_key(source, b=2, spec=another)))
     source.write_text("two")
     digests.add(key_digest(make_key(source, b=2)))
     monkeypatch.setattr(autotune_cache, "toolkit_versions", lambda language: {"cuda-tile": "9"})
     digests.add(key_digest(make_key(source, b=2)))
-    assert len(digests) == 5
+    assert len(digests) == 6
 
 
 def test_a_checkout_may_move(tmp_path):

@@ -333,21 +333,6 @@ def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(world
     assert json.loads(first.path.read_text())["best_us"] == 1000 / 64
 
 
-def test_another_problem_device_or_source_is_another_history(world):
-    first = world.tune(world.kernel([64, 32]))["attend"]
-    other = world.tune(world.kernel([64, 32]), FakePlan(b=3))["attend"]
-    assert other.path != first.path and not other.from_cache
-
-    world.source.write_text("changed")
-    changed = world.tune(world.kernel([64, 32]))["attend"]
-    assert changed.path != first.path and not changed.from_cache
-
-    device: Any = SimpleNamespace(**{**vars(SPEC), "name": "NVIDIA Other"})
-    elsewhere = world.tune(world.kernel([64, 32]), spec=device)["attend"]
-    assert not elsewhere.from_cache
-    assert elsewhere.path.parts[-4] == "nvidia-other"
-
-
 def test_a_history_made_for_something_else_is_never_used(world, caplog):
     path = world.tune(world.kernel([64, 32]))["attend"].path
     stored = json.loads(path.read_text())

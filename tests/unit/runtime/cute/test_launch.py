@@ -20,14 +20,8 @@ from tests.unit.runtime.cute.cute_support import (
     ScalePlan,
     ScaleTiling,
     empty,
-    note_compilations,
     scale_add,
 )
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return note_compilations(monkeypatch)
 
 
 class FakeGpu:

@@ -59,12 +59,8 @@ def test_minimum_and_maximum_ignore_nan():
     torch.testing.assert_close(
         apply(ct.maximum, x, y), torch.tensor([2.0, 1.0, NAN, 3.0]), equal_nan=True
     )
-    assert apply(lambda a, b: ct.minimum(a, b, propagate_nan=True), x, y).isnan().tolist() == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    least = apply(lambda a, b: ct.minimum(a, b, propagate_nan=True), x, y)
+    assert least.isnan().tolist() == [True, True, True, False]
 
 
 def test_flush_to_zero():

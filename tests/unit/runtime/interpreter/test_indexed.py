@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from mla_var3.errors import InterpreterError
-from mla_var3.runtime import interpreter
 from tests.unit.runtime.interpreter.interpreter_support import values
 
 ZERO = ct.PaddingMode.ZERO
@@ -48,21 +47,6 @@ def test_atomics_take_no_mask():
         values(lambda a: ct.atomic_add(a, 0, 1, mask=True), x)
     values(lambda a: ct.atomic_add(a, -ct.arange(2, dtype=ct.int32), 1), x)
     assert x.tolist() == [1, 0]
-
-
-def test_counter_across_blocks():
-    counter, order = torch.zeros(1, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-
-    @ct.kernel
-    def kernel(counter, order):
-        ticket = ct.atomic_add(counter, 0, 1)
-        ct.store(order, (ct.bid(0),), ticket)
-        if ticket == ct.num_blocks(0) - 1:
-            ct.store(counter, (0,), 100)
-
-    interpreter.launch((5,), kernel, (counter, order))
-    assert order.tolist() == [0, 1, 2, 3, 4]
-    assert counter.item() == 100
 
 
 @pytest.mark.parametrize(

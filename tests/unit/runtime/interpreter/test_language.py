@@ -12,18 +12,6 @@ from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
 TILE = 4
 
 
-def test_persistent_loop_over_work():
-    out = torch.zeros(10, dtype=torch.int32)
-
-    @ct.kernel
-    def kernel(out, work_count):
-        for work in range(ct.bid(0), work_count, ct.num_blocks(0)):
-            ct.store(out, (work,), ct.bid(0) + 1)
-
-    interpreter.launch((3,), kernel, (out, 10))
-    assert out.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
-
-
 def test_while_if_and_logic_on_dynamic_scalars():
     def collatz(n):
         steps = 0 * n

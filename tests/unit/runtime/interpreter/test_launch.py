@@ -27,12 +27,6 @@ def copy_tile(x, out):
     ct.store(out, (ct.bid(0),), ct.load(x, (ct.bid(0),), (TILE,)))
 
 
-@ct.kernel
-def record_block(out):
-    x, y, z = ct.bid(0), ct.bid(1), ct.bid(2)
-    ct.store(out, (x, y, z), ct.atomic_add(out, (0, 0, 0), 0) * 0 + x + 10 * y + 100 * z)
-
-
 @pytest.mark.parametrize("found", ["1.6.0", "1.7.1", None])
 def test_other_cutile_version_is_refused(found, monkeypatch):
     def version(name: str) -> str:
@@ -59,13 +53,6 @@ def test_every_operation_is_implemented():
         if is_stub(function) and function not in IMPLEMENTATIONS and function not in SUBSTITUTES
     ]
     assert [name for name in missing if not REFUSED.search(name)] == []
-
-
-def test_blocks_run_over_the_whole_grid():
-    out = torch.full((2, 3, 4), -1, dtype=torch.int32)
-    interpreter.launch((2, 3, 4), record_block, (out,))
-    expected = [[[x + 10 * y + 100 * z for z in range(4)] for y in range(3)] for x in range(2)]
-    assert out.tolist() == expected
 
 
 @pytest.mark.parametrize("grid", [(), (0,), (-1, 2), (1, 1, 1, 1), (1.0,), 4, (True,), "1", None])

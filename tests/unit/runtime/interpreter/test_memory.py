@@ -13,20 +13,10 @@ from mla_var3.runtime import interpreter
 from tests.unit.runtime.interpreter.interpreter_support import elements, evaluate, values
 
 DTYPES = [
-    torch.bool,
-    torch.int8,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e8m0fnu,
-]
+    torch.bool, torch.int8, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+]  # fmt: skip
 ZERO = ct.PaddingMode.ZERO
 
 

@@ -37,51 +37,39 @@ NUMBERS = ["True", "3", "-3", "300", "2**40", "2.5", "math.inf"]
 
 # Expressions of x and y, with the pairs of dtypes to try.
 BINARY = {
-    "x + y": ALL_PAIRS,
-    "x / y": ALL_PAIRS,
-    "x & y": ALL_PAIRS,
-    "x < y": COMPUTABLE_PAIRS,
-    "max(x, y)": ALL_PAIRS,
-    "ct.where(ct.bid(0) == 0, x, y)": ALL_PAIRS,
-    "x - y": SOME_PAIRS,
-    "x * y": SOME_PAIRS,
-    "x // y": SOME_PAIRS,
-    "x % y": SOME_PAIRS,
-    "x ** y": SOME_PAIRS,
-    "x ^ y": SOME_PAIRS,
-    "x << y": SOME_PAIRS,
-    "x == y": COMPUTABLE_PAIRS,
-    "ct.cdiv(x, y)": SOME_PAIRS,
-    "min(x, y)": SOME_PAIRS,
-    "ct.atan2(x, y)": SOME_PAIRS,
-    "ct.add(x, y, flush_to_zero=True)": SOME_PAIRS,
-    "ct.truediv(x, y, rounding_mode=ct.RoundingMode.APPROX)": SOME_PAIRS,
-    "ct.sub(x, y, rounding_mode=ct.RoundingMode.APPROX)": SOME_PAIRS,
-    "ct.maximum(x, y, flush_to_zero=True)": SOME_PAIRS,
-    "divmod(x, y)[1]": SOME_PAIRS,
+    **dict.fromkeys(
+        ["x + y", "x / y", "x & y", "max(x, y)", "ct.where(ct.bid(0) == 0, x, y)"], ALL_PAIRS
+    ),
+    **dict.fromkeys(["x < y", "x == y"], COMPUTABLE_PAIRS),
+    **dict.fromkeys(
+        [
+            *("x - y", "x * y", "x // y", "x % y", "x ** y", "x ^ y", "x << y", "divmod(x, y)[1]"),
+            *("ct.cdiv(x, y)", "min(x, y)", "ct.atan2(x, y)", "ct.add(x, y, flush_to_zero=True)"),
+            "ct.truediv(x, y, rounding_mode=ct.RoundingMode.APPROX)",
+            "ct.sub(x, y, rounding_mode=ct.RoundingMode.APPROX)",
+            "ct.maximum(x, y, flush_to_zero=True)",
+        ],
+        SOME_PAIRS,
+    ),
 }
 MATRICES = {
-    "x @ y": ALL_PAIRS,
-    "ct.mma(x, y, ct.zeros((4, 4), ct.float32))": ALL_PAIRS,
-    "ct.mma(x, y, ct.zeros((4, 4), ct.float16))": SOME_PAIRS,
-    "ct.mma(x, y, ct.zeros((4, 4), ct.int32))": SOME_PAIRS,
-    "ct.mma(x, y, ct.zeros((4, 4), ct.float32), use_fast_acc=True)": SOME_PAIRS,
-    "ct.cat((x, y), 0)": SOME_PAIRS,
-    "ct.insert(x, (0, 0), y)": SOME_PAIRS,
+    **dict.fromkeys(["x @ y", "ct.mma(x, y, ct.zeros((4, 4), ct.float32))"], ALL_PAIRS),
+    **dict.fromkeys(
+        [
+            "ct.mma(x, y, ct.zeros((4, 4), ct.float16))",
+            "ct.mma(x, y, ct.zeros((4, 4), ct.int32))",
+            "ct.mma(x, y, ct.zeros((4, 4), ct.float32), use_fast_acc=True)",
+            *("ct.cat((x, y), 0)", "ct.insert(x, (0, 0), y)"),
+        ],
+        SOME_PAIRS,
+    ),
 }
 WITH_NUMBERS = ["x + y", "x / y", "x & y", "x ** y", "x >> y", "x == y", "max(x, y)", "x % y"]
 UNARY = [
-    "-x",
-    "+x",
-    "~x",
-    "abs(x)",
-    "ct.exp(x)",
+    *("-x", "+x", "~x", "abs(x)", "ct.exp(x)", "ct.floor(x)", "ct.isnan(x)", "ct.sum(x, 1)"),
     "ct.exp(x, rounding_mode=ct.RoundingMode.FULL)",
     "ct.exp2(x, flush_to_zero=True)",
     "ct.sqrt(x, rounding_mode=ct.RoundingMode.APPROX)",
-    "ct.floor(x)",
-    "ct.isnan(x)",
-    "ct.sum(x, 1)",
     "ct.sum(x, flush_to_zero=True)",
     "ct.max(x, (0, 1), keepdims=True)",
     "ct.argmax(x, 0)",

@@ -124,11 +124,7 @@ UNSUPPORTED = {"SMI_TEXT": "Setting locked memory clocks is not supported", "SMI
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({}, "nvidia-smi -i 0 -lmc"),
-        (UNSUPPORTED, "not supported by this card"),
-    ],
+    ("how", "message"), [({}, "nvidia-smi -i 0 -lmc"), (UNSUPPORTED, "not supported by this card")]
 )
 def test_a_partial_failure_is_undone(how, message, scripts):
     done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-lmc", **how)
