@@ -236,8 +236,10 @@ def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(few):
     """Non-coherent loads may return what memory held when the kernel began: old partials."""
     opening, attention, after = ptx_of(few).split("st.release.gpu")
     assert "ld.acquire.gpu" not in opening
-    # Records of other CTAs are read behind their states.
-    records = attention[attention.index("ld.acquire.gpu") :]
+    # The watcher reads the records of other CTAs behind their states.
+    states, _, records = attention.partition("fence.acq_rel.gpu")
+    records = records[: records.index("bar.sync")]
+    assert "ld.relaxed.gpu" in states and "ld.relaxed.gpu" not in records
     assert "ld.global" in records and "ld.global.nc" not in records
     assert "ld.acquire.gpu" in after and "ld.global.nc" not in after
     partials = after.index("ld.global.v4")
