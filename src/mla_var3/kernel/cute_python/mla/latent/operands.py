@@ -132,7 +132,7 @@ class LatentSizes(NamedTuple):
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
-        group_ctas, visits, group_count: see `GroupShape` in `scheduler.py`.
+        group_ctas, visits, group_count: see `GroupShape` in `groups.py`.
         scales_page_stride: between the scales of two pages; 0 without scales per token.
     """
 
