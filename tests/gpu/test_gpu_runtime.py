@@ -13,9 +13,12 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.compare import compare
-from mla_var3.op.mla.reference import reference_decompressed
+from mla_var3.op.mla.inputs import MlaInputs, make_inputs
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import reference_decompressed, reference_from_latent
 from mla_var3.runtime.check import check_stage, poison_outputs
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.profiling.event import event_profile_plan
 from mla_var3.runtime.workflow import RunOptions, prepare
@@ -286,3 +289,29 @@ def test_event_mode_writes_everything(tmp_path: Path) -> None:
     record = json.loads((folder / "params.json").read_text())
     assert record["total"]["extra"]["timing"]["runs"] == 5
     assert record["device"]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_timing(graph: bool) -> None:
+    source = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    timing = time_gpu(lambda: target.copy_(source), graph=graph, max_seconds=0.2)
+    assert 0 < timing.min_us <= timing.p10_us <= timing.median_us <= timing.p90_us
+    assert timing.runs >= 10
+    assert bool((target == 1).all())
+
+
+def test_the_reference_is_that_of_the_cpu_whatever_the_tf32_setting() -> None:
+    problem = MlaProblem(b=3, s=4, t=70, h=16, lengths=(70, 0, 33))
+    inputs = make_inputs(problem, "cpu", seed=9)
+    on_gpu = MlaInputs(**{name: tensor.cuda() for name, tensor in vars(inputs).items()})
+    expected = reference_from_latent(inputs, problem)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        found = reference_from_latent(on_gpu, problem)
+    finally:
+        matmul.fp32_precision = before
+    for one, other in zip(found, expected, strict=True):
+        assert compare(one.cpu(), other).relative_frobenius < 2e-6

@@ -317,7 +317,7 @@ def test_many_steps_of_speculative_decoding(page_size, steps):
                 rows_[: max(0, len(rows_) - c)] for rows_, c in zip(lists, counts, strict=True)
             ]
         else:
-            m = 40 if chance.random() < 0.05 else most
+            m = 150 if chance.random() < 0.08 else most
             counts = [chance.randrange(m + 1) for _ in range(b)]
             new = torch.randn(b, m, K + P, generator=generator)
             taken = cache.append(

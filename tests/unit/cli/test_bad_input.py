@@ -47,6 +47,7 @@ BAD = {
     "plan --for_device=H200 --budget=0": "budget: expected a positive amount of memory",
     "plan --for_device=H200 --budget=lots": "budget: expected a number of bytes",
     "plan --for_device=H200 --budget=9TiB": "budget: expected at most",
+    "plan --for_device=H200 --prefix=512 --budget=9TiB": "budget: expected at most",
     "plan --budget=1GiB --layers=0": "layers: expected a positive integer, got 0",
     "plan --budget=1GiB --dtype=fp4": "dtype: expected bfloat16 or float16 or fp8",
     "plan --budget=1GiB --for_device=H9": "unknown device 'H9'",

@@ -272,20 +272,3 @@ def test_compare_edges(monkeypatch):
     figures = compare(out.half(), ref)
     assert figures.relative_frobenius == pytest.approx(float(expected))
     assert figures.max_abs == 8.0
-
-
-@pytest.mark.gpu
-def test_gpu_agrees_with_cpu_whatever_the_tf32_setting():
-    problem = MlaProblem(b=3, s=4, t=70, h=16, lengths=(70, 0, 33))
-    inputs = make_inputs(problem, "cpu", seed=9)
-    on_gpu = MlaInputs(**{name: tensor.cuda() for name, tensor in vars(inputs).items()})
-    expected = reference_from_latent(inputs, problem)
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "tf32"
-        found = reference_from_latent(on_gpu, problem)
-    finally:
-        matmul.fp32_precision = before
-    for one, other in zip(found, expected, strict=True):
-        assert compare(one.cpu(), other).relative_frobenius < 2e-6

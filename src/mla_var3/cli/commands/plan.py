@@ -24,7 +24,7 @@ from mla_var3.cli.arguments import (
     width_notes,
 )
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
-from mla_var3.conf.devices import device_spec
+from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT as LATENT_WIDTH
@@ -108,6 +108,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_option("out_dir", "FOLDER", text, type=Path)
 
 
+def _budget(text: str, spec: DeviceSpec) -> int:
+    """The bytes that an option gives, at most the memory of the device."""
+    budget = parse_bytes(text)
+    memory = int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else budget
+    if budget > memory:
+        expected = f"at most {memory} bytes, the memory of {spec.name}"
+        raise InvalidArgumentError("budget", expected, f"{budget} bytes")
+    return budget
+
+
 def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the plan, and write it with its plots."""
     values = parser.parse(argv)
@@ -115,6 +125,7 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     with usage_errors():
         spec = planning_device() if device is None else device_spec(device)
     problem, form = _problem(values)
+    budget = _budget(values["budget"], spec)
     if values["prefix"] is not None:
         given = {
             "dtype": values["dtype"] == FP8.name,
@@ -125,16 +136,14 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
             if used:
                 raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
-        budget = parse_bytes(values["budget"])
         _show_prefix(plan_prefix(shared, spec, budget, layers), values["json"], out_dir)
         return 0
     plan = plan_window(
         problem,
         MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form),
-        parse_bytes(values["budget"]),
+        budget,
         layers=layers,
         multiple=WINDOW_STEP,
-        memory_bytes=int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else None,
     )
     if values["json"]:
         print_json(plan.to_dict())

@@ -128,22 +128,15 @@ def plan_window(
     *,
     layers: int = 1,
     multiple: int = 1,
-    memory_bytes: int | None = None,
 ) -> WindowPlan:
     """Chooses the window of least call time within a budget, steady where that is known.
 
-    The budget is memory for the windows of the whole batch, which all layers share evenly; it must
-    not exceed the memory of the device. Windows are some multiple, or the whole cache.
+    The budget is memory for the windows of the whole batch, which all layers share evenly. Windows
+    are some multiple, or the whole cache.
     """
     require_int("budget", budget_bytes, minimum=1)
     require_int("layers", layers, minimum=1)
     require_int("multiple", multiple, minimum=1)
-    if memory_bytes is not None and budget_bytes > memory_bytes:
-        raise InvalidArgumentError(
-            "budget",
-            f"at most {memory_bytes} bytes, the memory of {model.parameters.device}",
-            f"{budget_bytes} bytes",
-        )
     least_n = min(multiple, problem.t)
     least = layers * decompressed_bytes(problem, least_n, model.form)
     if budget_bytes < least:
