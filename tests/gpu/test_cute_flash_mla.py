@@ -46,6 +46,8 @@ from mla_var3.runtime.check import check_stage, poison_outputs
 from mla_var3.runtime.cute_kernel import CuteKernel, program_for
 from mla_var3.runtime.workflow import current_device_spec
 
+from ..kernel.test_cute_schedule import trimmed
+
 DEVICE = "cuda"
 RELATIVE = {"bfloat16": 0.003, "float16": 0.0006}
 """Relative error of the output: probabilities and output are each rounded to 9 or 12 bits."""
@@ -347,13 +349,6 @@ def schedules() -> list[tuple[list[int], int, int, int]]:
     return found
 
 
-def behind_last(end: int, end_block: int, items: list[int], visits: int) -> int:
-    """The end of a range, right behind the last item that has a query tile."""
-    while end_block == 0 and end > 0 and (end - 1) % visits >= items[(end - 1) // visits]:
-        end -= 1
-    return end
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_device_finds_the_ranges_of_the_host(packed: bool) -> None:
@@ -382,7 +377,7 @@ def test_device_finds_the_ranges_of_the_host(packed: bool) -> None:
             wanted = [[group, 0, items, 0, groups] for group in range(groups)]
         for ranges_of in (got := ranges.tolist(), wanted):
             for one in ranges_of:
-                one[2] = behind_last(one[2], one[3], found, visits)
+                one[2:4] = trimmed((one[2], one[3]), found, visits)
         assert got == wanted, (len(lengths), visits, newest, groups)
 
 

@@ -3,7 +3,7 @@
 KV_BLOCK = 64
 """Tokens of a KV block: the page size of the caches in use, and two fit the shared memory of an SM
 beside the query tile of the latent kernel."""
-KV_BLOCK_BITS = 6
+KV_BLOCK_BITS = KV_BLOCK.bit_length() - 1
 """A shift by so many divides by `KV_BLOCK`."""
 ROWS = 64
 """Query rows of a tile: the M side of a wgmma."""
@@ -26,7 +26,7 @@ CONSUMER_WARPGROUPS = 2
 CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
 """Threads of the consumer warpgroups."""
 CONSUMER_WARPS = CONSUMERS // 32
-CONSUMER_WARP_BITS = 3
+CONSUMER_WARP_BITS = CONSUMER_WARPS.bit_length() - 1
 """log2 of `CONSUMER_WARPS`."""
 PRODUCER_WARP = CONSUMER_WARPS
 """The producer warp, the first behind the consumers. Registers are given to whole warpgroups, so it

@@ -14,7 +14,6 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
     LONGEST_ALIGNED,
     SPANS,
-    aligned_groups,
     aligning_pays,
     range_position,
     shortest_span,
@@ -139,6 +138,11 @@ def ragged_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[i
     if queries >= requests * max_q or total >= requests * -(-max_q * heads // ROWS):
         return 0, 1
     return total, heads // ROWS if heads % ROWS == 0 else 1
+
+
+def aligned_groups(blocks: int, span: int) -> int:
+    """CTA groups of an item where every range has up to `span` KV blocks of one item."""
+    return max(-(-blocks // span), 1)
 
 
 def aligned_span(blocks: Sequence[int], groups: int, step: int) -> int:

@@ -33,6 +33,8 @@ def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr)
     """How many tokens a row of a work tile sees in the tile's KV blocks, counted from 0."""
     limit = cutlass.min(cutlass.max(tile.length - scheduler.newest, 0), tile.last * KV_BLOCK)
     if scheduler.causal != 0:
+        # Not `quotient`: with it the loops of `rows64.py` lie where they are slower
+        # (docs/results/2026-11-16-nvidia-h200-engine-shapes.md#placement-of-the-code).
         query = (tile.row + row) // scheduler.heads
         seen = causal_limit(tile.request, tile.length, tile.queries, query, scheduler)
         limit = cutlass.min(limit, seen)

@@ -79,11 +79,6 @@ def split_block(local, item_cost, step):
     return (cutlass.max(local - item_cost, 0) + step - 1) & -step
 
 
-def aligned_groups(blocks, span):
-    """CTA groups of an item where every range has up to `span` KV blocks of one item."""
-    return cutlass.max(quotient(blocks + span - 1, span), 1)
-
-
 def shortest_span(blocks, group_count, step):
     """KV blocks of a range if all `blocks` of a launch could be divided equally."""
     return (quotient(cutlass.max(blocks - 1, 0), group_count) + step) & -step
@@ -380,7 +375,7 @@ def aligned_span(
 
 @cute.jit
 def ranges_of(blocks: Int32, inverse: Float32) -> Int32:
-    """`aligned_groups` by the inverse of a size, exact up to `LONGEST_ALIGNED` blocks."""
+    """Aligned ranges of an item, by the inverse of their size; exact up to `LONGEST_ALIGNED`."""
     last = cutlass.max(blocks - 1, 0)
     return ((last.to(Float32) + 0.5) * inverse).to(Int32) + 1
 
