@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import torch
+
 from mla_var3.conf.devices import shared_memory_limit
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs
 from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.runtime.compile import SYSTEM_SHARED_BYTES, CompileReport, compile_report
 from mla_var3.runtime.environment import find_tool
@@ -27,11 +30,21 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "flash_mla_split_kv": {"splits": 4},
     "flash_attention": {},
     **{f"mla_var6_plus{version}": {"n": 1024} for version in ("", "_v2", "_v3", "_v4")},
-    "flash_mla:pages of 64": {"page": 64},
     **{f"flash_mla:{name}": {"cache_dtype": name} for name in FORMATS},
+    **{f"flash_mla:{name}, pages of 64": {"cache_dtype": name, "page": 64} for name in FORMATS},
     "flash_mla_split_kv:fp8_ds_mla": {"splits": 4, "cache_dtype": "fp8_ds_mla"},
+    **{f"flash_mla:pages of {page}": {"page": page} for page in (64, 32, 16)},
+    **{f"flash_mla:pages of {page}, trees": {"page": page} for page in (64, 32, 16)},
+    "flash_mla_split_kv:pages of 64": {"splits": 4, "page": 64},
+    "flash_mla_split_kv:pages of 64, trees": {"splits": 4, "page": 64},
+    "flash_mla:sliding window": {"sliding_window": 1000, "page": 64},
+    "flash_mla:k=512, p=0": {"p": 0, "page": 64},
+    "flash_mla:k=512, p=0, trees": {"p": 0, "page": 32},
+    "flash_mla:k=256, p=64, trees": {"k": 256},
+    "flash_mla:k=256, p=32": {"k": 256, "p": 32, "page": 64},
 }
-"""Designs, some with an 8-bit cache or with pages, and further fields of their plans."""
+"""Designs and further fields of their plans; after a colon, what the latent kernels are compiled
+for beside dense caches in 16 bits. "trees" stands for packed queries and trees."""
 ALLOWED_SPILLS = {"sm_100": 8, "sm_103": 8}
 """Bytes of stack, not used in the loops over tokens: one word of a barrier's phase or of a length
 that the compiler keeps, with the tiles of 64 x 64 that use tcgen05 best."""
@@ -55,7 +68,16 @@ def stages(design: str, target: str, **fields: Any) -> Iterator[Any]:
     """The stages of an entry of `DESIGNS` with their default tilings, on meta tensors."""
     plan: Any = plan_class(find_kernel(design.partition(":")[0]))
     plan = plan(**{**SIZES, **DESIGNS[design], **fields}).for_target(target)
-    yield from plan.plan(*plan.prepare_inputs("meta")).kernels()
+    inputs = plan.prepare_inputs("meta")
+    if design.endswith("trees"):
+        given = LatentInputs(*inputs)
+        inputs = given._replace(
+            q_latent=given.q_latent.flatten(0, 1),
+            q_rope=given.q_rope.flatten(0, 1),
+            cu_seqlens_q=given.lengths.new_empty(plan.b + 1),
+            tree=given.lengths.new_empty((plan.b, plan.s, plan.s), dtype=torch.bool),
+        )
+    yield from plan.plan(*inputs).kernels()
 
 
 def reports(design: str, target: str, stage: str = "") -> Iterator[CompileReport]:

@@ -101,11 +101,15 @@ def test_every_path(
     require_right(output, lse, (q[0], q[1]), cache, model)
 
 
-@pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("counts", [None, (5, 2)])
 @pytest.mark.parametrize("h", [4, H])
 @pytest.mark.parametrize(
-    "kernel", ["flash_mla:cute-dsl", "flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"]
+    ("kernel", "page_size"),
+    [
+        *(("flash_mla:cute-dsl", page) for page in (None, 64)),
+        *(("flash_mla:cutile-dsl", page) for page in (None, 64, 128)),
+        *(("flash_mla_split_kv:cutile-dsl", page) for page in (None, 64, 128)),
+    ],
 )
 def test_trees_and_packed_queries(
     kernel: str,
@@ -224,7 +228,7 @@ def test_wrong_values_on_the_device_are_clamped_and_the_checks_name_them(
     calls: dict[str, Callable[[], object]] = {
         r"lengths\[0\]": lambda: attend(lengths=int32(T + 1, 5)),
         r"lengths\[1\]": lambda: attend(lengths=int32(3, -1)),
-        r"parents\[0\]": lambda: attend(tree_mask=int32(7, 0, 1)),
+        r"tree_mask\[0\]": lambda: attend(tree_mask=int32(7, 0, 1)),
         r"counts\[0\]": lambda: cache.append(*new, int32(10, -1)),
     }
     for call in calls.values():

@@ -83,11 +83,27 @@ def test_shape(design: str, group: Group, s: int, t: int, n: int) -> None:
         own["n"] = n
     if design == "flash_mla_split_kv":
         own["splits"] = min(t, 3 + s % 5)
+    require_right(design, s, t, h=group.h, causal=group.causal, dtype=group.dtype, **own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 64, 192])
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("widths", [(512, 64), (512, 0), (256, 32)])
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv"])
+def test_pages(design: str, widths: tuple[int, int], window: int, page: int) -> None:
+    """Unused slots hold NaN; lengths end inside of a page, at its end, and in the first one."""
+    k, p = widths
+    own = {"splits": 3} if design == "flash_mla_split_kv" else {}
+    require_right(design, 5, 389, h=16, page=page, sliding_window=window, k=k, p=p, **own)
+
+
+def require_right(design: str, s: int, t: int, **fields: Any) -> None:
+    """Check a kernel on requests of different lengths, one without a token."""
     lengths = mixed_lengths(s, t)
     plan = plan_class(find_kernel(design))(
-        b=len(lengths), s=s, t=t, h=group.h, lengths=lengths, causal=group.causal,
-        dtype=group.dtype, seed=0, **own,
-    ).for_target(device_target())  # fmt: skip
+        b=len(lengths), s=s, t=t, lengths=lengths, seed=0, **fields
+    ).for_target(device_target())
     inputs = plan.prepare_inputs("cuda")
     stage = plan.plan(*inputs)
     assert stage.device_type == "cuda"

@@ -158,7 +158,12 @@ class LatentPlan(MlaPlan):
         fmt = self.format
         columns = 1 if fmt is None else fmt.scale_columns or 1
         return tiling.candidates(
-            self.target.code, self.k, self.page, eight_bit=fmt is not None, columns=columns
+            self.target.code,
+            self.k,
+            self.page,
+            p=self.p,
+            eight_bit=fmt is not None,
+            columns=columns,
         )
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Any, ...]:
@@ -237,7 +242,7 @@ class LatentPlan(MlaPlan):
             lengths,
             lengths[None] if table is None else table,
             lengths if bounds is None else bounds,
-            lengths[None, None] if tree is None else tree.view(torch.int8),
+            lengths[None] if tree is None else tree.view(torch.int8).flatten(0, 1),
         )
         return LatentOperands(
             tensors,

@@ -7,7 +7,7 @@ Cache slots at and beyond a request's length may hold anything, NaN included. Th
 read a dense cache through a view that ends at `stop` (`Array.slice`): the load fills what lies
 beyond with zeros, so a masked probability of 0 never meets a NaN, and the inner loop need not clean
 the value tile element by element. With pages, only the KV tile that holds `stop` has unused slots.
-It has a step of its own after the loop, on such a view of its page: a view per tile would cost a
+It comes after the loop over the others, on such a view of its page: a view per tile would cost a
 new TMA descriptor per tile.
 
 What the host cannot check is clamped here. cuTile leaves a tile that lies wholly outside of its
@@ -39,6 +39,15 @@ L2, and no spills."""
 LATENT_LATENCY = 4
 """Load-latency hint of the latent tiles. It decides how deep the compiler buffers them: with four
 parts, 4 gives two buffers and 494 TFLOP/s on an H200, 1 gives 405."""
+LONG_TILE = 64
+"""Tokens of a KV tile from which the loop reads the last tile of a paged cache, too, if tiles have
+QUERIES_STAY rows. A step of its own has buffers of its own in shared memory: on an H200 flash_mla
+takes 1526 instead of 1341 us (b=32 s=16 t=4096 h=128), flash_mla_split_kv 262 instead of 149 (b=64
+s=1 h=16). With smaller tiles, sliding windows and trees in fewer than four parts the one loop
+spills; with one part the compiler fails for sm_100 (cuTile 1.7)."""
+SHORT_LATENCY, SHORT_TILE = 2, 32
+"""The same for KV tiles of fewer tokens than the latter, which pages of 16 tokens make: on sm_80
+deeper buffers spill 112 B."""
 
 
 def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):
@@ -150,20 +159,25 @@ def load_query_part(rows, given, tile, request, row_tile, part, BM, WIDTH):
 def hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN):
     """Scores [BM, BN] of a KV tile with -inf at drafts that are no ancestors of a row's query.
 
-    `tree` [b, s, s] int8 is 1 where a query (second axis) sees a draft (third axis). Positions
-    before the drafts are out of its bounds, where the gather gives 1.
+    `tree` [b*s, s] int8 is 1 where a query (row) sees a draft (column). Positions before the drafts
+    are out of its bounds, where the gather gives 1. An array with an axis per request would spill
+    on sm_90. Either way to hide a score spills somewhere: `minimum` with tiles of 64 x 32 on sm_90,
+    `where` on sm_86, and with dense caches of k=256 on sm_90.
     """
     query = (first_row + ct.arange(BM, dtype=ct.int32)) // H
     draft = tile * BN + ct.arange(BN, dtype=ct.int32) - (length - s)
-    seen = ct.gather(tree, (request, query[:, None], draft[None, :]), padding_value=1)
-    return ct.where(seen != 0, scores, NEG_INF)
+    row = request * tree.shape[1] + query
+    seen = ct.gather(tree, (row[:, None], draft[None, :]), padding_value=1)
+    if BM >= QUERIES_STAY and BN < LONG_TILE:
+        return ct.where(seen != 0, scores, NEG_INF)
+    return ct.minimum(scores, ct.where(seen != 0, math.inf, NEG_INF))
 
 
 def load_kv_tile(view, block, row, part, BN, WIDTH):
     """Tile [BN, WIDTH] of a cache at (block, row) and a part of its columns."""
     tile = ct.load(
-        view, (block, row, part), (1, BN, WIDTH),
-        padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
+        view, (block, row, part), (1, BN, WIDTH), padding_mode=ct.PaddingMode.ZERO,
+        latency=SHORT_LATENCY if BN < SHORT_TILE else LATENT_LATENCY,
     )  # fmt: skip
     return tile.reshape((BN, WIDTH))
 
@@ -246,6 +260,12 @@ def page_of(table, request, tile, pages, TILES):
     return min(max(ct.load(table, (request, tile // TILES), ()), 0), pages - 1)
 
 
+def page_view(pool, page, tokens):
+    """The first tokens of a page of a pool [pages, PAGE, width], as an array of one page."""
+    page = page.astype(ct.int64)  # times the stride: pools may have many gigabytes
+    return pool.slice(0, page, page + 1).slice(1, 0, tokens)
+
+
 def attend_cache(
     q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
     c_kv, k_rope, scales, table, tree, request, first_tile, full_tile, last_tile,
@@ -269,7 +289,7 @@ def attend_cache(
         scales: array [b, t, G] or [pages, PAGE, G] float32, or [1, 1, 1] (ONE_SCALE); not read if
             CACHE is 0.
         table: array [b, pages of a request] int32, not read if PAGE is 0.
-        tree: array [b, s, s] int8, see `hide_by_tree`; not read unless TREE is 1.
+        tree: array [b*s, s] int8, see `hide_by_tree`; not read unless TREE is 1.
         request: index into the batch.
         first_tile, full_tile, last_tile: tiles from full_tile on are masked.
         first_row: row of the tile's first query among the s*H of the request.
@@ -302,7 +322,7 @@ def attend_cache(
                 full_tile, request, first_row, length, s, stop, scale_log2e,
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
-    else:
+    elif BM < QUERIES_STAY or BN < LONG_TILE or WINDOW > 0 or PARTS < (4 if TREE == 1 else 2):
         pages, TILES = c_kv.shape[0], PAGE // BN
         whole = min(stop // BN, last_tile)
         for j in range(first_tile, whole):
@@ -314,19 +334,38 @@ def attend_cache(
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
         if (whole < last_tile) & (first_tile <= whole):
-            # A slice multiplies its start with the stride: in 64 bits, for pools of many gigabytes.
-            page = page_of(table, request, whole, pages, TILES).astype(ct.int64)
+            page = page_of(table, request, whole, pages, TILES)
             rest = stop - whole // TILES * PAGE  # tokens of the request in its last page
             s_view = scales
             if CACHE > ONE_SCALE:
-                s_view = scales.slice(0, page, page + 1).slice(1, 0, rest)
+                s_view = page_view(scales, page, rest)
             acc_parts, m, l = latent_step(  # noqa: E741
                 q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
-                c_kv.slice(0, page, page + 1).slice(1, 0, rest),
-                k_rope.slice(0, page, page + 1).slice(1, 0, rest), s_view, tree, 0, whole % TILES,
-                whole, acc_parts, m, l, full_tile, request, first_row, length, s, stop, scale_log2e,
+                page_view(c_kv, page, rest), page_view(k_rope, page, rest), s_view, tree,
+                0, whole % TILES, whole, acc_parts, m, l,
+                full_tile, request, first_row, length, s, stop, scale_log2e,
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
+    else:
+        # Whole tiles, then the one that holds `stop`, if any: the same code on another view.
+        pages, TILES = c_kv.shape[0], PAGE // BN
+        whole = min(stop // BN, last_tile)
+        rest = min(max(stop - whole // TILES * PAGE, 0), PAGE)
+        for last in range(2):
+            tokens = PAGE - last * (PAGE - rest)
+            c_view = c_kv.slice(1, 0, tokens)
+            r_view = k_rope.slice(1, 0, tokens)
+            s_view = scales
+            if CACHE > ONE_SCALE:
+                s_view = scales.slice(1, 0, tokens)
+            for j in range(max(first_tile, last * whole), whole + last * (last_tile - whole)):
+                page = page_of(table, request, j, pages, TILES)
+                acc_parts, m, l = latent_step(  # noqa: E741
+                    q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+                    c_view, r_view, s_view, tree, page, j % TILES, j, acc_parts, m, l,
+                    full_tile, request, first_row, length, s, stop, scale_log2e,
+                    TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
+                )  # fmt: skip
     return acc_parts, m, l
 
 

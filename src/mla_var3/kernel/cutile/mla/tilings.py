@@ -131,13 +131,21 @@ class LatentTiling(Tiling):
 
     @classmethod
     def candidates(
-        cls, target: str, k: int = 512, page: int = 0, *, eight_bit: bool = False, columns: int = 1
+        cls,
+        target: str,
+        k: int = 512,
+        page: int = 0,
+        *,
+        p: int = 64,
+        eight_bit: bool = False,
+        columns: int = 1,
     ) -> list[Self]:
         """Candidates per target, the default first.
 
-        sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
-        columns stays on tcgen05; one word spills there, outside of the loops (8 B of stack). sm_8x
-        and sm_12x: see `_for_mma`.
+        sm_90: at k=512 only 64 rows stay on wgmma without spilling. Pages of 32 and 16 tokens: two
+        parts (on an H200 at b=32 s=16 t=4096 h=128 2690 and 4526 us; four parts spill, 3509 and
+        4978; one 2908 and 4900). sm_100: only one part of 512 columns stays on tcgen05; one word
+        spills there, outside of the loops (8 B of stack). sm_8x and sm_12x: see `_for_mma`.
 
         8-bit caches: a tile is in shared memory as it was loaded and as it was converted. On sm_90
         64 tokens leave wgmma and spill 1.5 KB, 32 do not spill; on sm_100 64 spill 48 B.
@@ -146,6 +154,7 @@ class LatentTiling(Tiling):
             target: GPU code.
             k: Columns of a latent row.
             page: Tokens of a page; 0 for a dense cache.
+            p: Columns of a rope key; 0 for none.
             eight_bit: Whether the cache is in 8 bits.
             columns: Latent columns of a scale of an 8-bit cache.
         """
@@ -153,9 +162,15 @@ class LatentTiling(Tiling):
         # is the largest power of two that divides it.
         longest = page & -page or 64
         if tiling_target(target) == "sm_120":
-            made = cls._for_mma(target, longest, bool(page), eight_bit, columns > 1)
+            made = cls._for_mma(target, k, p, page, eight_bit, columns > 1)
+        elif tiling_target(target) == "sm_100":
+            made = [cls(64, Bn, 512) for Bn in ((32, 64) if eight_bit else (64, 32))]
+        elif eight_bit:
+            made = [cls(64, 32, Kp) for Kp in (256, 512, 128)]
+        elif longest < 64:
+            made = [cls(64, longest, Kp) for Kp in (k // 2, k)]
         else:
-            made = cls._candidates_in_8_bits(target) if eight_bit else cls._candidates(target)
+            made = [cls(64, 64, Kp) for Kp in (128, 256, 512)]
         found: list[Self] = []
         for each in made:
             fitting = replace(each, Bn=min(each.Bn, longest), Kp=min(each.Kp, k))
@@ -165,7 +180,7 @@ class LatentTiling(Tiling):
 
     @classmethod
     def _for_mma(
-        cls, target: str, longest: int, paged: bool, eight_bit: bool, grouped: bool
+        cls, target: str, k: int, p: int, page: int, eight_bit: bool, grouped: bool
     ) -> list[Self]:
         """For targets with mma, the default first.
 
@@ -173,42 +188,31 @@ class LatentTiling(Tiling):
         tokens, and as many from shared memory (284 KB for 2.2 MFLOP). Where 163 KB fit (sm_80,
         sm_87), 64 tokens to 32 rows need a quarter less of the latter. The width of a part decides
         how the compiler buffers loads, and with that the registers; it was chosen by compiling.
-        What still spills, in bytes of stack: pages of 16 tokens, 712 on sm_80 and 440 on sm_89, on
-        sm_12x 8 with trees and 128 with a scale per token; trees on pages of 32 tokens, 24 on sm_86
-        and sm_89; pages without rope on sm_80, 120 outside of loops (64 columns would spill trees).
+        What spills with every tiling tried: pages of 16 tokens with 8-bit caches (about 1 KB on
+        sm_80, 0.5 KB on sm_86 and sm_89, up to 168 B on sm_12x) and without rope (8 B on sm_86 and
+        sm_89).
         """
+        longest = page & -page or 64
         ampere = target.startswith("sm_8")
         small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
         if longest == 16:
-            if ampere:
-                return [cls(64, 16, 512), cls(32, 16, 128, num_worker_warps=None)]
-            Kp = 512 if eight_bit else 128
-            return [cls(32, 16, Kp, num_worker_warps=None), cls(64, 16, 512)]
+            wide = cls(32, 16, 512 if eight_bit else 256, num_worker_warps=None)
+            narrow = cls(16, 16, 128 if (k, p) in ((512, 64), (256, 32)) or eight_bit else 64)
+            return [narrow, wide] if ampere and not eight_bit else [wide, narrow]
         default = cls(32, 32, 128)
         if ampere and eight_bit and not grouped:
             default = cls(32, 32, 64)
-        elif ampere and eight_bit and small and not paged:
+        elif ampere and eight_bit and small and not page:
             default = cls(32, 32, 512)
-        elif ampere and not eight_bit and not small and not paged:
+        elif ampere and not eight_bit and not small and not page:
             default = cls(32, 64, 128)
-        elif paged and not eight_bit and small:
+        elif ampere and not eight_bit and page and not p:
+            default = cls(32, 32, 512)
+        elif page and not eight_bit and small:
             # On sm_12x parts of 128 columns spill 184 B without rope.
             default = cls(16, 64, 128) if ampere and longest >= 64 else cls(32, 32, 64)
         others = [cls(32, 32, Kp) for Kp in (128, 512)] + [cls(16, 64, Kp) for Kp in (128, 512)]
         return [default, *(each for each in others if each != default)]
-
-    @classmethod
-    def _candidates(cls, target: str) -> list[Self]:
-        if tiling_target(target) == "sm_100":
-            return [cls(64, Bn, 512) for Bn in (64, 32)]
-        return [cls(64, 64, Kp) for Kp in (128, 256, 512)]
-
-    @classmethod
-    def _candidates_in_8_bits(cls, target: str) -> list[Self]:
-        family = tiling_target(target)
-        if family == "sm_90":
-            return [cls(64, 32, Kp) for Kp in (256, 512, 128)]
-        return cls._candidates(target)[::-1] if family == "sm_100" else cls._candidates(target)
 
 
 @dataclass
