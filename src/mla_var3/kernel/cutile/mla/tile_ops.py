@@ -46,8 +46,8 @@ takes 1526 instead of 1341 us (b=32 s=16 t=4096 h=128), flash_mla_split_kv 262 i
 s=1 h=16). With smaller tiles, sliding windows and trees in fewer than four parts the one loop
 spills; with one part the compiler fails for sm_100 (cuTile 1.7)."""
 SHORT_LATENCY, SHORT_TILE = 2, 32
-"""The same for KV tiles of fewer tokens than the latter, which pages of 16 tokens make: on sm_80
-deeper buffers spill 112 B."""
+"""The same for KV tiles of fewer tokens than the latter, which pages of 16 tokens make, with rope:
+on sm_80 deeper buffers spill 112 B, without rope shallower ones do."""
 
 
 def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):
@@ -173,11 +173,11 @@ def hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN):
     return ct.minimum(scores, ct.where(seen != 0, math.inf, NEG_INF))
 
 
-def load_kv_tile(view, block, row, part, BN, WIDTH):
-    """Tile [BN, WIDTH] of a cache at (block, row) and a part of its columns."""
+def load_kv_tile(view, block, row, part, BN, WIDTH, P):
+    """Tile [BN, WIDTH] of a cache at (block, row) and a part of its columns; P as of the kernel."""
     tile = ct.load(
         view, (block, row, part), (1, BN, WIDTH), padding_mode=ct.PaddingMode.ZERO,
-        latency=SHORT_LATENCY if BN < SHORT_TILE else LATENT_LATENCY,
+        latency=SHORT_LATENCY if BN < SHORT_TILE and P > 0 else LATENT_LATENCY,
     )  # fmt: skip
     return tile.reshape((BN, WIDTH))
 
@@ -215,20 +215,20 @@ def latent_step(
     if CACHE == ONE_SCALE:
         scales = ct.load(s_view, (0, 0, 0), (1, 1, 1)).reshape((1, 1))
     if CACHE == TOKEN_SCALE:
-        scales = load_kv_tile(s_view, block, row, 0, BN, 1)
+        scales = load_kv_tile(s_view, block, row, 0, BN, 1, P)
     c_parts = ()
     for i in ct.static_iter(range(PARTS)):
         # c [BN, KP]
-        c = load_kv_tile(c_view, block, row, i, BN, KP)
+        c = load_kv_tile(c_view, block, row, i, BN, KP, P)
         if CACHE == GROUP_SCALES:
-            scales = load_kv_tile(s_view, block, row, i, BN, KP // GROUP_COLUMNS)
+            scales = load_kv_tile(s_view, block, row, i, BN, KP // GROUP_COLUMNS, P)
         if CACHE > 0:
             c = dequantised(c, scales, dtype, BN, KP)
         q = load_query_part(q_rows, q_parts[i], tile, batch, row_tile, i, BM, KP)
         scores = ct.mma(q, ct.permute(c, (1, 0)), scores)
         c_parts += (c,)
     if P > 0:
-        r = load_kv_tile(r_view, block, row, 0, BN, P)
+        r = load_kv_tile(r_view, block, row, 0, BN, P, P)
         if CACHE == ONE_SCALE:
             r = dequantised(r, scales, dtype, BN, P)
         if CACHE == TOKEN_SCALE:

@@ -188,16 +188,15 @@ class LatentTiling(Tiling):
         tokens, and as many from shared memory (284 KB for 2.2 MFLOP). Where 163 KB fit (sm_80,
         sm_87), 64 tokens to 32 rows need a quarter less of the latter. The width of a part decides
         how the compiler buffers loads, and with that the registers; it was chosen by compiling.
-        What spills with every tiling tried: pages of 16 tokens with 8-bit caches (about 1 KB on
-        sm_80, 0.5 KB on sm_86 and sm_89, up to 168 B on sm_12x) and without rope (8 B on sm_86 and
-        sm_89).
+        8-bit caches on pages of 16 tokens spill with every tiling tried: about 1 KB on sm_80, 0.5
+        KB on sm_86 and sm_89, up to 168 B on sm_12x.
         """
         longest = page & -page or 64
         ampere = target.startswith("sm_8")
         small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
         if longest == 16:
             wide = cls(32, 16, 512 if eight_bit else 256, num_worker_warps=None)
-            narrow = cls(16, 16, 128 if (k, p) in ((512, 64), (256, 32)) or eight_bit else 64)
+            narrow = cls(16, 16, 64 if (k, p) == (256, 64) and not eight_bit else 128)
             return [narrow, wide] if ampere and not eight_bit else [wide, narrow]
         default = cls(32, 32, 128)
         if ampere and eight_bit and not grouped:
