@@ -40,14 +40,15 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "flash_mla:sliding window": {"sliding_window": 1000, "page": 64},
     "flash_mla:k=512, p=0": {"p": 0, "page": 64},
     "flash_mla:k=512, p=0, trees": {"p": 0, "page": 32},
+    "flash_mla:k=256, p=64": {"k": 256, "page": 64},
     "flash_mla:k=256, p=64, trees": {"k": 256},
     "flash_mla:k=256, p=32": {"k": 256, "p": 32, "page": 64},
 }
 """Designs and further fields of their plans; after a colon, what the latent kernels are compiled
 for beside dense caches in 16 bits. "trees" stands for packed queries and trees."""
 ALLOWED_SPILLS = {"sm_100": 8, "sm_103": 8}
-"""Bytes of stack, not used in the loops over tokens: one word of a barrier's phase or of a length
-that the compiler keeps, with the tiles of 64 x 64 that use tcgen05 best."""
+"""Bytes of stack, not used in the loops over tokens: the compiler's own flag, whether tensor memory
+was allocated, with the tiles of 64 x 64 that use tcgen05 best."""
 ALLOWED_IN_LOOPS = {"attention_block_specialized_v3": 2}
 """Loads and stores of that word in a loop: over work tiles, outside of the loops over tokens."""
 REGISTERS, THREADS = 65536, 2048

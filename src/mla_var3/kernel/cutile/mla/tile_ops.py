@@ -39,15 +39,15 @@ L2, and no spills."""
 LATENT_LATENCY = 4
 """Load-latency hint of the latent tiles. It decides how deep the compiler buffers them: with four
 parts, 4 gives two buffers and 494 TFLOP/s on an H200, 1 gives 405."""
+SHORT_LATENCY, SHORT_TILE = 2, 32
+"""The same for KV tiles of fewer tokens than the latter, which pages of 16 tokens make, with rope:
+on sm_80 deeper buffers spill 112 B, without rope shallower ones do."""
 LONG_TILE = 64
 """Tokens of a KV tile from which the loop reads the last tile of a paged cache, too, if tiles have
 QUERIES_STAY rows. A step of its own has buffers of its own in shared memory: on an H200 flash_mla
 takes 1526 instead of 1341 us (b=32 s=16 t=4096 h=128), flash_mla_split_kv 262 instead of 149 (b=64
 s=1 h=16). With smaller tiles, sliding windows and trees in fewer than four parts the one loop
 spills; with one part the compiler fails for sm_100 (cuTile 1.7)."""
-SHORT_LATENCY, SHORT_TILE = 2, 32
-"""The same for KV tiles of fewer tokens than the latter, which pages of 16 tokens make, with rope:
-on sm_80 deeper buffers spill 112 B, without rope shallower ones do."""
 
 
 def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):

@@ -162,7 +162,7 @@ class LatentTiling(Tiling):
         # is the largest power of two that divides it.
         longest = page & -page or 64
         if tiling_target(target) == "sm_120":
-            made = cls._for_mma(target, k, p, page, eight_bit, columns > 1)
+            made = cls._for_mma(target, k, p, page, longest, eight_bit, columns > 1)
         elif tiling_target(target) == "sm_100":
             made = [cls(64, Bn, 512) for Bn in ((32, 64) if eight_bit else (64, 32))]
         elif eight_bit:
@@ -180,7 +180,7 @@ class LatentTiling(Tiling):
 
     @classmethod
     def _for_mma(
-        cls, target: str, k: int, p: int, page: int, eight_bit: bool, grouped: bool
+        cls, target: str, k: int, p: int, page: int, longest: int, eight_bit: bool, grouped: bool
     ) -> list[Self]:
         """For targets with mma, the default first.
 
@@ -191,7 +191,6 @@ class LatentTiling(Tiling):
         8-bit caches on pages of 16 tokens spill with every tiling tried: about 1 KB on sm_80, 0.5
         KB on sm_86 and sm_89, up to 168 B on sm_12x.
         """
-        longest = page & -page or 64
         ampere = target.startswith("sm_8")
         small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
         if longest == 16:
