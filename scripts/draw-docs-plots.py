@@ -108,11 +108,8 @@ def draw_speedups(record: Path, path: Path) -> None:
         axis.minorticks_off()
         axis.set_ylim(0.4, max(gain for _, gain in series[OURS]) + 0.12)
         axis.set(xlabel="query tokens per request, s", ylabel="speed, best peer = 1")
-        axis.set_title(
-            "MLA attention call on an H200, b=32 t=4096 h=128, bfloat16",
-            loc="left", fontweight="bold",
-        )  # fmt: skip
-        axis.legend(loc="lower left", ncols=2, frameon=False)
+        axis.set_title("MLA attention call on an H200, b=32 t=4096 h=128, bfloat16")
+        axis.legend(loc="lower left", ncols=2)
         save_figure(figure, path, ("svg",))
 
 

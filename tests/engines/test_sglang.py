@@ -82,6 +82,19 @@ def test_metadata_for_graphs_equal_eager_ones() -> None:
         assert getattr(first, name).data_ptr() == getattr(again, name).data_ptr()
 
 
+def test_a_rank_without_requests() -> None:
+    """Under data parallelism a rank may be idle while others decode."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    backend = verifying_backend(drafts=3)
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.IDLE, seq_lens=none, seq_lens_cpu=none, req_pool_indices=none
+    )
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata.block_table.shape[0] == 0
+
+
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_a_cache_in_8_bits_has_the_scale_of_its_layer(scale) -> None:
     backend = verifying_backend(drafts=0)

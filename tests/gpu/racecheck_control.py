@@ -18,10 +18,12 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr
-from cutlass.memory import SmemAllocator
 
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.runtime.cute_kernel import program_for
 from mla_var3.runtime.stage import Tiling
+
+from .attention_record import cuda_is_missing
 
 THREADS, MEET = 384, 256
 
@@ -66,8 +68,7 @@ class Exchange:
 
 def main() -> int:
     """Run it once; 0 when the result is right."""
-    if not torch.cuda.is_available():
-        print("expected a CUDA device, got none", file=sys.stderr)
+    if cuda_is_missing():
         return 1
     rounds = 8
     out = torch.full((MEET,), torch.nan, device="cuda")

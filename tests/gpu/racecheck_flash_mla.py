@@ -14,7 +14,6 @@ sanitizer does not look, and ends with 1 if a result is wrong.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +26,9 @@ from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.workflow import current_device_spec
 
-from .test_cute_flash_mla import LSE_RELATIVE, RELATIVE, Case, choose_groups
+from .attention_record import cuda_is_missing
+from .gpu_support import LSE_RELATIVE, RELATIVE
+from .test_cute_flash_mla import Case, choose_groups
 
 DEVICE = "cuda"
 
@@ -75,8 +76,7 @@ def run(case: Case) -> bool:
 
 def main() -> int:
     """Run all cases; 0 when every result is right."""
-    if not torch.cuda.is_available():
-        print("expected a CUDA device, got none", file=sys.stderr)
+    if cuda_is_missing():
         return 1
     outcomes = [run(case) for case in cases()]
     print(f"{sum(outcomes)} of {len(outcomes)} right")

@@ -40,25 +40,17 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     work_range,
 )
 from mla_var3.kernel.paging import dense_inputs
-from mla_var3.op.compare import compare
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.runtime.check import check_stage, poison_outputs
 from mla_var3.runtime.cute_kernel import CuteKernel, program_for
 from mla_var3.runtime.workflow import current_device_spec
 
 from ..kernel.test_cute_schedule import trimmed
+from .gpu_support import RELATIVE, captured, outputs_of, require_close, require_equal
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 DEVICE = "cuda"
-RELATIVE = {"bfloat16": 0.003, "float16": 0.0006}
-"""Relative error of the output: probabilities and output are each rounded to 9 or 12 bits."""
-LSE_RELATIVE = 1e-5
-"""The log-sum-exp is float32 throughout."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
 
 
 @dataclass(frozen=True)
@@ -97,17 +89,8 @@ class Case:
         return tuple(itertools.islice(itertools.cycle(patterns[self.pattern]), self.b))
 
     def plan(self) -> CuteFlashMLA:
-        return CuteFlashMLA(
-            b=self.b,
-            s=self.s,
-            t=self.t,
-            h=self.h,
-            lengths=self.lengths,
-            causal=self.causal,
-            dtype=self.dtype,
-            page=self.page,
-            seed=0,
-        )
+        names = ("b", "s", "t", "h", "lengths", "causal", "dtype", "page")
+        return CuteFlashMLA(seed=0, **{name: getattr(self, name) for name in names})
 
     def shape(self, plan: CuteFlashMLA) -> GroupShape:
         """The CTA groups that the case asks for."""
@@ -190,28 +173,6 @@ def choose_groups(stage: Any, shape: GroupShape) -> None:
     kernel.args_fn = args_fn
 
 
-def outputs_of(stage: Any) -> list[Tensor]:
-    torch.cuda.synchronize()
-    return [output.clone() for output in stage.output_tensors]
-
-
-def require_close(
-    plan: CuteFlashMLA,
-    got: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    relative: float | None = None,
-) -> None:
-    """Output and log-sum-exp within their bounds, rows without a key exactly 0 and -inf."""
-    out, lse = got
-    error, lse_error = compare(out, wanted[0]), compare(lse, wanted[1])
-    bound = RELATIVE[plan.dtype] if relative is None else relative
-    assert error.relative_frobenius < bound, error
-    assert lse_error.relative_frobenius < LSE_RELATIVE, lse_error
-    empty = wanted[1] == -math.inf
-    assert not out[empty].any()
-    assert torch.equal(lse == -math.inf, empty)
-
-
 # --- shapes ---------------------------------------------------------------------------------------
 
 
@@ -222,11 +183,10 @@ def test_shape(case: Case) -> None:
     plan, inputs, stage = planned(case)
     check_stage(plan, inputs, stage).require()
     first = outputs_of(stage)
-    require_close(plan, first, plan.reference_fn(*inputs))
+    require_close(first, plan.reference_fn(*inputs), RELATIVE[plan.dtype])
     poison_outputs(stage)
     stage.launch()
-    for again, before in zip(outputs_of(stage), first, strict=True):
-        assert torch.equal(again, before)
+    require_equal(outputs_of(stage), first)
 
 
 def test_the_cases_are_many_and_varied() -> None:
@@ -399,7 +359,7 @@ def test_huge_scores(dtype: str, factor: float) -> None:
     stage.launch()
     wanted = plan.reference_fn(*inputs, compute_dtype=torch.float64)
     assert float(wanted[1][wanted[1].isfinite()].abs().max()) > 100.0
-    require_close(plan, outputs_of(stage), wanted, RELATIVE["bfloat16"])
+    require_close(outputs_of(stage), wanted, RELATIVE["bfloat16"])
 
 
 @pytest.mark.gpu
@@ -414,7 +374,7 @@ def test_scores_that_are_all_far_from_zero(shift: float) -> None:
     wanted = plan.reference_fn(*inputs, compute_dtype=torch.float64)
     finite = wanted[1][wanted[1].isfinite()]
     assert bool((finite.sign() == math.copysign(1.0, shift)).all())
-    require_close(plan, outputs_of(stage), wanted)
+    require_close(outputs_of(stage), wanted, RELATIVE[plan.dtype])
 
 
 @pytest.mark.gpu
@@ -426,8 +386,7 @@ def test_repeated_runs_are_identical(page: int) -> None:
     for _ in range(20):
         poison_outputs(stage)
         stage.launch()
-        for got, exact in zip(outputs_of(stage), wanted, strict=True):
-            assert torch.equal(got, exact)
+        require_equal(outputs_of(stage), wanted)
 
 
 @pytest.mark.gpu
@@ -458,15 +417,6 @@ def test_a_cache_in_one_tensor_and_queries_side_by_side() -> None:
 # --- graphs and streams ---------------------------------------------------------------------------
 
 
-def captured(stage: Any) -> torch.cuda.CUDAGraph:
-    stage.launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stage.launch()
-    return graph
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [0, 64])
 @pytest.mark.parametrize("causal", [True, False])
@@ -474,7 +424,7 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
     """Lengths and cache are rewritten in place; each replay divides the work anew."""
     case = Case(5, 3, 3000, 64, "equal", causal=causal, page=page)
     plan, inputs, stage = planned(case)
-    graph = captured(stage)
+    graph = captured(stage.launch)
     t = case.t
     for lengths in (
         (t, t, t, t, t), (0, 0, 0, 0, t), (1, 0, 2, 64, 65), (0, 0, 0, 0, 0),
@@ -486,11 +436,10 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
         poison_outputs(stage)
         graph.replay()
         replayed = outputs_of(stage)
-        require_close(plan, replayed, plan.reference_fn(*inputs))
+        require_close(replayed, plan.reference_fn(*inputs), RELATIVE[plan.dtype])
         poison_outputs(stage)
         stage.launch()
-        for got, exact in zip(outputs_of(stage), replayed, strict=True):
-            assert torch.equal(got, exact)
+        require_equal(outputs_of(stage), replayed)
 
 
 @pytest.mark.gpu
@@ -515,8 +464,7 @@ def test_two_streams_at_once(sms: int) -> None:
                 with torch.cuda.stream(stream):
                     stage.launch()
         for exact, (_, _, stage) in zip(wanted, made, strict=True):
-            for got, value in zip(outputs_of(stage), exact, strict=True):
-                assert torch.equal(got, value)
+            require_equal(outputs_of(stage), exact)
 
 
 # --- packed queries and the newest tokens ---------------------------------------------------------
@@ -621,7 +569,7 @@ def test_packed_queries_of_different_counts(
     begins = list(itertools.accumulate(counts, initial=0))
     got = run_packed(stage, queries, torch.tensor(begins, dtype=torch.int32, device=DEVICE), newest)
     wanted = packed_reference(plan, dense_inputs(inputs, plan.t), queries, counts, newest)
-    require_close(plan, got, wanted)
+    require_close(got, wanted, RELATIVE[plan.dtype])
 
 
 @pytest.mark.gpu
@@ -635,4 +583,4 @@ def test_the_newest_tokens_are_left_out(newest: int, causal: bool) -> None:
     got = run_packed(stage, (q_latent, q_rope), None, newest)
     counts = [plan.s] * plan.b
     wanted = packed_reference(plan, inputs, (q_latent, q_rope), counts, newest)
-    require_close(plan, got, wanted)
+    require_close(got, wanted, RELATIVE[plan.dtype])

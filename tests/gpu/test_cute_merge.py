@@ -16,23 +16,20 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 import cuda.bindings.driver as cuda
 from cutlass import Int32, cute
-from cutlass.memory import SmemAllocator
 
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.cute_kernel import program_for
 from mla_var3.runtime.plan import Tiling
 
-from .test_cute_flash_mla import CUT, DEVICE, Case, named_arguments, outputs_of, planned
+from .gpu_support import outputs_of, require_equal
+from .test_cute_flash_mla import CUT, DEVICE, Case, named_arguments, planned
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 SHARED_WORDS = 40_000
 """More than the absorbed kernel leaves free on an SM."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
 
 
 class Hold:
@@ -97,8 +94,7 @@ def test_blocks_without_an_sm_are_not_waited_for(share: float, few: bool) -> Non
             ended = hold_sms(int(plan.sm_count * share), 1000)
         with torch.cuda.stream(own):
             stage.launch()
-        for got, exact in zip(outputs_of(stage), wanted, strict=True):
-            assert torch.equal(got, exact)
+        require_equal(outputs_of(stage), wanted)
         assert ended.tolist() == list(range(1, len(ended) + 1))
 
 
@@ -113,8 +109,7 @@ def test_the_memory_needs_no_preparation_and_is_left_without_states(filling: int
         words.view(torch.int32).fill_(filling)
         poison_outputs(stage)
         stage.launch()
-        for got, exact in zip(outputs_of(stage), wanted, strict=True):
-            assert torch.equal(got, exact)
+        require_equal(outputs_of(stage), wanted)
         assert not any(bool((words == int(state)).any()) for state in CtaState)
 
 

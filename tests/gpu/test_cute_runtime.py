@@ -35,6 +35,8 @@ from tests.unit.runtime.cute.cute_support import (
     scale_add,
 )
 
+from .gpu_support import captured
+
 pytestmark = pytest.mark.gpu
 
 OVERHEAD_US = 10.0
@@ -164,15 +166,6 @@ def test_the_current_stream_is_used() -> None:
     stage.launch()
     torch.cuda.current_stream().synchronize()
     check(plan, inputs, stage)
-
-
-def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph
 
 
 def test_a_graph_follows_its_inputs() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,27 +33,27 @@ from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plu
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v6.mla_var6_plus_v6 import (
     CuteMlaVar6PlusV6,
 )
-from mla_var3.op.compare import compare
 from mla_var3.op.mla.inputs import decompress_newest
 from mla_var3.runtime.check import check_stage, poison_outputs
 from mla_var3.runtime.workflow import current_device_spec
 
+from .gpu_support import (
+    LSE_RELATIVE,
+    RELATIVE,
+    captured,
+    outputs_of,
+    require_close,
+    require_equal,
+)
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
 DEVICE = "cuda"
-RELATIVE = {"bfloat16": 0.003, "float16": 0.0006}
-"""Relative error of the output: probabilities, the latent part before its up-projection and the
-output are each rounded to 9 or 12 bits."""
 RELATIVE_8 = 0.04
 """Against the reference on the same 8-bit window: queries and weights are rounded to the 4 bits of
 e4m3, and with them all the kernel's scores and products."""
-LSE_RELATIVE = 1e-5
 LSE_RELATIVE_8 = 0.01
 """Rounded queries move the scores of all tokens."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,8 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return {
-            "b": self.b,
-            "s": self.s,
-            "t": self.t,
-            "h": self.h,
-            "lengths": self.lengths,
-            "causal": self.causal,
-            "dtype": self.dtype,
-            "seed": 0,
-        }
+        names = ("b", "s", "t", "h", "lengths", "causal", "dtype")
+        return {"seed": 0, **{name: getattr(self, name) for name in names}}
 
     @property
     def decompressed_tiling(self) -> DecompressedTiling:
@@ -204,24 +195,6 @@ def planned(plan: Any) -> tuple[Any, tuple[Tensor, ...], Any]:
     return plan, inputs, plan.plan(*inputs)
 
 
-def outputs_of(stage: Any) -> list[Tensor]:
-    torch.cuda.synchronize()
-    return [output.clone() for output in stage.output_tensors]
-
-
-def require_close(
-    got: Sequence[Tensor], wanted: Sequence[Tensor], relative: float, lse_relative: float
-) -> None:
-    """Output and log-sum-exp within their bounds, rows without a key exactly 0 and -inf."""
-    out, lse = got
-    empty = wanted[1] == -math.inf
-    assert torch.equal(lse == -math.inf, empty)
-    assert not out[empty].any()
-    error, lse_error = compare(out, wanted[0]), compare(lse, wanted[1])
-    assert error.relative_frobenius < relative, error
-    assert lse_error.relative_frobenius < lse_relative, lse_error
-
-
 def require_correct(plan: Any, relative: float, lse_relative: float = LSE_RELATIVE) -> None:
     """Twice on poisoned outputs: what is left in the buffers of the first run must not matter."""
     plan, inputs, stage = planned(plan)
@@ -230,8 +203,7 @@ def require_correct(plan: Any, relative: float, lse_relative: float = LSE_RELATI
     require_close(first, plan.reference_fn(*inputs), relative, lse_relative)
     poison_outputs(stage)
     stage.launch()
-    for again, before in zip(outputs_of(stage), first, strict=True):
-        assert torch.equal(again, before)
+    require_equal(outputs_of(stage), first)
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -364,11 +336,7 @@ def test_huge_scores(factor: float) -> None:
 def test_a_graph_is_replayed_with_other_lengths() -> None:
     """Lengths and caches are rewritten in place; both kernels find their work anew."""
     plan, inputs, stage = planned(mix_of(Case(100, 5, 8)))
-    stage.launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stage.launch()
+    graph = captured(stage.launch)
     for lengths in ((200, 200, 200), (0, 0, 0), (1, 100, 101), (99, 3, 0)):
         fresh = plan.copy(lengths=lengths).prepare_inputs(DEVICE)
         for tensor, values in zip(inputs, fresh, strict=True):

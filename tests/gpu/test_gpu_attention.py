@@ -22,7 +22,7 @@ from ..unit.attention.attention_support import (
     oracle,
     random_parents,
 )
-from .captured_step import replayed_steps
+from .gpu_support import replayed_steps
 
 pytestmark = pytest.mark.gpu
 

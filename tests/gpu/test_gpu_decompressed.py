@@ -27,9 +27,9 @@ from ..unit.attention.attention_support import (
     normal,
     poison_window,
 )
-from .captured_step import replayed_steps
+from .gpu_support import replayed_steps
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 D, P, K = 128, 64, 512
 RING, COPY, PREFIX = (
@@ -40,12 +40,6 @@ RINGS = {None: RING, "fp8": "mla_var6_plus_v5:cute-dsl"}
 WINDOW_DTYPE = pytest.mark.parametrize("window_dtype", RINGS, ids=lambda name: name or "16 bits")
 FP8_TOLERANCE = 0.05
 """With a ring in 8 bits the kernel rounds queries and probabilities to e4m3 as well."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
 
 
 def model_of(generator: torch.Generator, h: int, dtype: torch.dtype = torch.bfloat16) -> Model:

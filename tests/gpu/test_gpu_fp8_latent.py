@@ -26,7 +26,7 @@ from mla_var3.runtime.call_state import CALL_STATE
 from ..unit.attention.attention_support import make_model, normal, random_parents
 from .products_alone import output_product, query_product
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 DEVICE, KERNEL = "cuda", "flash_mla:cute-dsl"
 K, P, T = 512, 64, 704

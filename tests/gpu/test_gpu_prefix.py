@@ -30,18 +30,12 @@ from ..unit.attention.attention_support import (
     random_parents,
 )
 from ..unit.attention.prefix.prefix_support import PAGE, Batch, make_batch
+from .gpu_support import captured
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 K, P, D = 512, 64, 128
 KERNEL = "flash_mla_prefix:cute-dsl"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
 
 
 def batch_of(
@@ -285,14 +279,7 @@ def test_a_captured_graph_with_changing_groups(laid_out: bool, generator: torch.
         found = mla_var3.mla_latent_attention(*q, view, prefix=prefix, kernel=KERNEL, out=out)
         lse.copy_(found[1])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     for case, groups in (*cases, cases[0]):
         assert case.cache.block_table is not None and view.block_table is not None
         pool.fill_(torch.nan)
@@ -323,14 +310,7 @@ def test_forks_in_a_captured_graph(generator: torch.Generator) -> None:
     def step() -> None:
         cache.append(new[..., :K], new[..., K:])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     cache.evict(list(range(b)))
     cache.append(first[..., :K].cuda(), first[..., K:].cuda(), [200, 0, 0, 0])
     cache.fork(0, into=[1, 2, 3])
@@ -413,15 +393,15 @@ def test_passes_at_the_same_time(
         assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = [attended(batch, q, groups) for _ in range(3)]  # neighbours share memory
+        found = [attended(batch, q, groups) for _ in range(3)]  # neighbours share memory
     for turn in range(20):
         for rows in q:
             rows.copy_(normal(generator, *rows.shape, dtype=rows.dtype))
-        for one in captured:
+        for one in found:
             for tensor in one:
                 tensor.fill_(torch.nan)
         graph.replay()
-        for one in captured[1:]:
-            assert all(torch.equal(a, z) for a, z in zip(captured[0], one, strict=True))
+        for one in found[1:]:
+            assert all(torch.equal(a, z) for a, z in zip(found[0], one, strict=True))
         if turn % 10 == 0:
-            batch.require(*q, *captured[-1])
+            batch.require(*q, *found[-1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from mla_var3.runtime.call_state import CALL_STATE
 
 from ..unit.attention.attention_support import make_model, normal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 B, S, H, D, P, K, T, PAGE = 3, 2, 64, 128, 64, 512, 1024, 64
 KERNEL = "flash_mla:cute-dsl"
@@ -109,24 +111,24 @@ def test_streams_do_not_mix(generator: torch.Generator) -> None:
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
+def require_thread_safe(calls: Sequence[Callable[[], Any]]) -> None:
+    """Calls at the same time, each in a thread of its own, give the bits that they give alone."""
+    wanted = [call() for call in calls]
+
+    def agrees(index: int) -> bool:
+        turns = (calls[index]() for _ in range(100))
+        return all(
+            torch.equal(*pair) for found in turns for pair in zip(found, wanted[index], strict=True)
+        )
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        assert all(pool.map(agrees, range(len(calls))))
+
+
 def test_threads_on_one_stream(generator: torch.Generator) -> None:
     cache = filled(generator, PAGE)
     inputs = [queries(generator, K) for _ in range(4)]
-    wanted = [mla_latent_attention(*q, cache, kernel=KERNEL) for q in inputs]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(100):
-            out, lse = mla_latent_attention(*inputs[index], cache, kernel=KERNEL)
-            if not (torch.equal(out, wanted[index][0]) and torch.equal(lse, wanted[index][1])):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    require_thread_safe([partial(mla_latent_attention, *q, cache, kernel=KERNEL) for q in inputs])
 
 
 def test_a_graph_captured_after_the_form_is_known(generator: torch.Generator) -> None:

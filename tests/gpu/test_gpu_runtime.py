@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.profiling.event import event_profile_plan
 from mla_var3.runtime.workflow import RunOptions, prepare
+
+from .gpu_support import captured, outputs_of, require_equal
 
 pytest.importorskip("cuda.tile")
 pytestmark = pytest.mark.gpu
@@ -42,33 +43,10 @@ def planned(design: str, **fields: Any) -> tuple[Any, tuple[Tensor, ...], Any]:
     return plan, inputs, plan.plan(*inputs)
 
 
-def results(stage: Any) -> list[Tensor]:
-    torch.cuda.synchronize()
-    return [output.clone() for output in stage.output_tensors]
-
-
-def require_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
-    for x, y in zip(got, wanted, strict=True):
-        assert torch.equal(x, y)
-
-
 def refill(inputs: tuple[Tensor, ...], plan: Any, seed: int) -> None:
     """Other values in the same tensors."""
     for tensor, fresh in zip(inputs, plan.copy(seed=seed).prepare_inputs("cuda"), strict=True):
         tensor.copy_(fresh)
-
-
-def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The launch as a graph; compiled beforehand, which a capture does not allow."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        launch()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph
 
 
 # --- concurrent kernels ---------------------------------------------------------------------------
@@ -85,11 +63,11 @@ def test_concurrent_kernels_compute_what_sequential_ones_do() -> None:
     members, group = two_kernels()
     for _, _, stage in members:
         stage.launch()
-    wanted = results(group)
+    wanted = outputs_of(group)
     for _ in range(20):
         poison_outputs(group)
         group.launch()
-        require_equal(results(group), wanted)
+        require_equal(outputs_of(group), wanted)
     assert len({stream.cuda_stream for stream in group._streams}) == 2
     for plan, inputs, stage in members:
         check_stage(plan, inputs, stage).require()
@@ -99,7 +77,7 @@ def test_the_group_waits_for_what_came_before_and_is_waited_for() -> None:
     """Inputs written just before and outputs read just after, on the current stream only."""
     members, group = two_kernels()
     group.launch()
-    wanted = results(group)
+    wanted = outputs_of(group)
     kept = [[tensor.clone() for tensor in inputs] for _, inputs, _ in members]
     for _ in range(20):
         for _, inputs, _ in members:
@@ -124,9 +102,9 @@ def test_a_group_in_a_graph_follows_its_inputs() -> None:
             refill(inputs, plan, seed)
         poison_outputs(group)
         graph.replay()
-        replayed = results(group)
+        replayed = outputs_of(group)
         group.launch()
-        require_equal(replayed, results(group))
+        require_equal(replayed, outputs_of(group))
         for plan, inputs, stage in members:
             check_stage(plan, inputs, stage).require()
 
@@ -139,11 +117,11 @@ def test_a_group_within_a_pipeline_within_a_graph() -> None:
     group = ConcurrentKernels(_name="g", concurrent_kernels=[split, mix])
     stage = KernelPipeline(_name="p", stages=[before, group])
     stage.launch()
-    wanted = results(group)
+    wanted = outputs_of(group)
     graph = captured(stage.launch)
     poison_outputs(stage)
     graph.replay()
-    require_equal(results(group), wanted)
+    require_equal(outputs_of(group), wanted)
     check_stage(plan, inputs, mix).require()
 
 
@@ -160,15 +138,15 @@ def test_a_pipeline_in_a_graph(design: str, own: dict[str, int]) -> None:
         refill(inputs, plan, seed)
         poison_outputs(stage)
         graph.replay()
-        replayed = results(stage)
+        replayed = outputs_of(stage)
         check_stage(plan, inputs, stage).require()
-        require_equal(replayed, results(stage))
+        require_equal(replayed, outputs_of(stage))
 
 
 def test_launches_go_to_the_current_stream() -> None:
     _, _, stage = planned("flash_mla")
     stage.launch()
-    wanted = results(stage)
+    wanted = outputs_of(stage)
     side = torch.cuda.Stream()
     poison_outputs(stage)
     side.wait_stream(torch.cuda.current_stream())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ from mla_var3.runtime.call_state import CALL_STATE
 
 from ..unit.attention.attention_support import make_model, normal
 from .products_alone import output_product, query_product
-from .test_gpu_repeated_calls import KERNEL, PAGE, B, filled
+from .test_gpu_repeated_calls import KERNEL, PAGE, B, filled, require_thread_safe, same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 D, K, P = 128, 512, 64
 GUARD = 8
@@ -76,11 +76,6 @@ def weights_of(generator: torch.Generator, h: int) -> tuple[torch.Tensor, torch.
 
 def replay_of(operands: Any, **options: Any) -> Any:
     return keys.find_replay(keys.whole_key(*operands, KERNEL, options))
-
-
-def same(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("page_size", [None, PAGE])
@@ -139,20 +134,9 @@ def test_streams_do_not_mix(generator: torch.Generator) -> None:
 def test_threads_on_one_stream(generator: torch.Generator) -> None:
     weights, cache = weights_of(generator, 64), filled(generator, PAGE)
     given = [(*inputs(generator, 2, 64), cache, *weights) for _ in range(4)]
-    wanted = [mla_attention(*operands, kernel=KERNEL) for operands in given]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(50):
-            if not torch.equal(mla_attention(*given[index], kernel=KERNEL), wanted[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    require_thread_safe(
+        [partial(mla_attention, *each, kernel=KERNEL, return_lse=True) for each in given]
+    )
 
 
 def test_calls_one_after_another_without_waiting(generator: torch.Generator) -> None:

@@ -30,86 +30,69 @@ PROJECTION, LATENT_FP8 = "project_queries", "latent_fp8"
 RING = {"ring": "mla_var6_plus", "8-bit ring": "mla_var6_plus_v5"}
 """Plans of a mix whose window is a ring."""
 
-VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "bfloat16": (LATENT, "flash_mla", {}, {}),
-    "float16": (LATENT, "flash_mla", {"dtype": "float16"}, {}),
-    "paged": (LATENT, "flash_mla", {"page": 64}, {}),
-    "few": (LATENT, "flash_mla", {"s": 1, "h": 16}, {"few": 16}),
-    "k=512, p=0": (LATENT, "flash_mla", {"p": 0}, {}),
-    "k=256, p=64": (LATENT, "flash_mla", {"k": 256}, {}),
-    "k=256, p=32": (LATENT, "flash_mla", {"k": 256, "p": 32, "page": 64}, {}),
-    "k=256, p=32, few": (LATENT, "flash_mla", {"k": 256, "p": 32, "s": 1, "h": 16}, {"few": 16}),
-    "sliding window": (LATENT, "flash_mla", {"sliding_window": 100, "page": 64}, {}),
-    "sliding window, few": (
-        LATENT,
-        "flash_mla",
-        {"sliding_window": 100, "s": 1, "h": 16},
-        {"few": 16},
-    ),
-    "heads": (DECOMPRESSED, "flash_attention", {}, {"splits": 1}),
-    "heads float16": (DECOMPRESSED, "flash_attention", {"dtype": "float16"}, {"splits": 1}),
-    "tiles": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1}),
-    "split": (DECOMPRESSED, "flash_attention", {}, {"splits": 3}),
-    "long blocks": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1, "kv_block": 128}),
-    "d=192, v=256": (DECOMPRESSED, "flash_attention", {"d": 192, "v": 256}, {"splits": 1}),
-    "d=192, v=256, tiles": (
-        DECOMPRESSED,
-        "flash_attention",
-        {"d": 192, "v": 256, "s": 100},
-        {"splits": 1},
-    ),
-    "d=256, p=0, split": (
-        DECOMPRESSED,
-        "flash_attention",
-        {"d": 256, "p": 0, "v": 256},
-        {"splits": 3},
-    ),
-    "d=64, v=128": (DECOMPRESSED, "flash_attention", {"d": 64, "v": 128, "k": 256}, {"splits": 1}),
-    "d=64, p=32, tiles": (
-        DECOMPRESSED,
-        "flash_attention",
-        {"d": 64, "p": 32, "k": 256, "s": 100},
-        {"splits": 1},
-    ),
-    "8 bits": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100}, {"splits": 1}),
-    "8 bits, 48 columns": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 40}, {"splits": 1}),
-    "8 bits, tiles": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 100}, {"splits": 1}),
-    "prefix": (DECOMPRESSED, "mla_var6_plus_v6", {"prefix": 100, "s": 40}, {"splits": 1}),
-    "ring, heads": (DECOMPRESSED, "ring", {"n": 128}, {"splits": 1}),
-    "ring, tiles": (DECOMPRESSED, "ring", {"n": 128, "s": 100}, {"splits": 1}),
-    "ring, split": (DECOMPRESSED, "ring", {"n": 128}, {"splits": 2}),
-    "ring, alone": (DECOMPRESSED, "ring", {"n": 128, "t": 128}, {"splits": 1}),
-    "8 bits, ring, split": (DECOMPRESSED, "8-bit ring", {"n": 128}, {"splits": 2}),
-    "8 bits, ring, 48 columns": (DECOMPRESSED, "8-bit ring", {"n": 128, "s": 40}, {"splits": 1}),
-    "8 bits, ring, tiles": (DECOMPRESSED, "8-bit ring", {"n": 128, "s": 100}, {"splits": 1}),
+Variant = tuple[str, str, dict[str, Any], dict[str, Any]]
+"""A kernel, its plan, the plan's fields and the kernel's tiling."""
+
+
+def latent(few: int = 0, **fields: Any) -> Variant:
+    return LATENT, "flash_mla", fields, {"few": few}
+
+
+def heads(
+    plan: str = "flash_attention", splits: int = 1, kv_block: int = 0, **fields: Any
+) -> Variant:
+    return DECOMPRESSED, plan, fields, {"splits": splits, "kv_block": kv_block}
+
+
+VARIANTS: dict[str, Variant] = {
+    "bfloat16": latent(),
+    "float16": latent(dtype="float16"),
+    "paged": latent(page=64),
+    "few": latent(few=16, s=1, h=16),
+    "k=512, p=0": latent(p=0),
+    "k=256, p=64": latent(k=256),
+    "k=256, p=32": latent(k=256, p=32, page=64),
+    "k=256, p=32, few": latent(few=16, k=256, p=32, s=1, h=16),
+    "sliding window": latent(sliding_window=100, page=64),
+    "sliding window, few": latent(few=16, sliding_window=100, s=1, h=16),
+    "heads": heads(),
+    "tiles": heads(s=100),
+    "split": heads(splits=3),
+    "long blocks": heads(s=100, kv_block=128),
+    "d=192, v=256": heads(d=192, v=256),
+    "d=192, v=256, tiles": heads(d=192, v=256, s=100),
+    "d=256, p=0, split": heads(splits=3, d=256, p=0, v=256),
+    "d=64, v=128": heads(d=64, v=128, k=256),
+    "d=64, p=32, tiles": heads(d=64, p=32, k=256, s=100),
+    "8 bits": heads("mla_var6_plus_v5", n=100),
+    "prefix": heads("mla_var6_plus_v6", prefix=100, s=40),
+    "ring, heads": heads("ring", n=128),
+    "ring, tiles": heads("ring", n=128, s=100),
+    "8 bits, ring, split": heads("8-bit ring", splits=2, n=128),
+    "8 bits, ring, 48 columns": heads("8-bit ring", n=128, s=40),
+    "8 bits, ring, tiles": heads("8-bit ring", n=128, s=100),
     "mix": (COMBINE, "mla_var6_plus", {"n": 100}, {}),
-    "latent only": (COMBINE, "mla_var6_plus", {"n": 0}, {}),
-    "latent only float16": (COMBINE, "mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
     "queries": (PROJECTION, "bfloat16", {}, {}),
-    "queries float16": (PROJECTION, "float16", {}, {}),
     "queries, d=64": (PROJECTION, "bfloat16", {"d": 64, "k": 256}, {}),
     "queries, d=192": (PROJECTION, "bfloat16", {"d": 192}, {}),
     "queries, d=256": (PROJECTION, "bfloat16", {"d": 256}, {}),
     "outputs": (COMBINE, "bfloat16", {"columns": 128}, {}),
     "outputs, half": (COMBINE, "bfloat16", {"columns": 64}, {}),
     "outputs, quarter": (COMBINE, "bfloat16", {"columns": 32}, {}),
-    "outputs, quarter float16": (COMBINE, "float16", {"columns": 32}, {}),
     "outputs, v=256": (COMBINE, "bfloat16", {"columns": 128, "v": 256}, {}),
     "outputs, k=256": (COMBINE, "bfloat16", {"columns": 64, "k": 256, "v": 64}, {}),
     **{
         f"latent {fmt}, {columns} columns": (LATENT_FP8, fmt, {"columns": columns}, {})
         for fmt in FP8_FORMATS
-        for columns in (16, 32, 64)
-    },
-    **{
-        f"latent {fmt}, whole call": (LATENT_FP8, fmt, {"columns": 64, "early": True}, {})
-        for fmt in FP8_FORMATS
+        for columns in (16, 64)
     },
 }
-"""Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
-tiling. A ring is a plan of `RING` on a window that is one. The projections of whole calls have no
-plan: their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format,
-columns of the second product, and whether it is launched behind a projection."""
+"""A ring is a plan of `RING` on a window that is one. The projections of whole calls have no plan:
+their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format, columns
+of the second product.
+
+One variant for each path through the device code. One stands for its neighbours where they differ
+in the element type, in a number between those of two others, or in a comparison or a wait."""
 
 
 class Compiled:
@@ -205,8 +188,8 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     )  # fmt: skip
 
 
-def fp8_kernel(fmt: str, columns: int, early: bool = False) -> Any:
-    """The latent kernel on pages of an 8-bit format, as calls launch it."""
+def fp8_kernel(fmt: str, columns: int) -> Any:
+    """The latent kernel on pages of an 8-bit format, as whole calls launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
     from mla_var3.runtime.cute_kernel import CuteKernel
@@ -216,7 +199,7 @@ def fp8_kernel(fmt: str, columns: int, early: bool = False) -> Any:
     operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt)
     arguments = noted_launch.arguments(operands)
     per_token = fmt == "fp8_per_token"
-    host = LatentFp8Sm90(ELEMENT_TYPES[torch.bfloat16], columns, per_token, early=early)
+    host = LatentFp8Sm90(ELEMENT_TYPES[torch.bfloat16], columns, per_token, early=True)
     return CuteKernel(
         kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: host,
         args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,

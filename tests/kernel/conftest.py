@@ -1,10 +1,14 @@
-"""All CuTe DSL kernels that the tests look at, compiled once for the whole run."""
+"""What the kernel tests share: compiled CuTe DSL kernels, and launches that are only noted."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from .compile_once import Compiled, compile_once
+
+if TYPE_CHECKING:
+    from .noted_calls import Calls
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +18,12 @@ def compiled(
     """Reports and assembler remarks of `VARIANTS`, by name."""
     pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
     return compile_once(repo_root, package_environment, tmp_path_factory)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> "Calls":
+    """What latent programs are launched with, without a GPU."""
+    pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+    from .noted_calls import note_calls
+
+    return note_calls(monkeypatch, 132)

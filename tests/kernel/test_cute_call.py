@@ -34,16 +34,10 @@ from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
-from .noted_calls import Calls, fp8_parts, meta_call, note_calls
+from .noted_calls import fp8_parts, meta_call
 
 SMS = 132
 OPERANDS = LatentOperands._fields
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the program was launched with, without a GPU."""
-    return note_calls(monkeypatch, SMS)
 
 
 def call(b: int, s: int, h: int, **changes: Any) -> tuple[LatentOperands, LatentOptions]:

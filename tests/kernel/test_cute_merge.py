@@ -12,15 +12,15 @@ from mla_var3.conf.devices import load_devices
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import MOST_CTAS, CtaState, may_split
-from mla_var3.kernel.cute_python.mla.latent.ranges import WorkRange
+from mla_var3.kernel.cute_python.mla.latent.ranges import ITEM_COST, WorkRange, takes_turns
 
 
 def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
     """The step from one item to the next, by the rule of `work_range`."""
-    equal = len({-(-length // KV_BLOCK) for length in lengths}) == 1
-    return (
-        shape.group_count if equal and len(lengths) * shape.visits % shape.group_count == 0 else 1
-    )
+    blocks = [-(-length // KV_BLOCK) for length in lengths for _ in range(shape.visits)]
+    total = sum(blocks) + ITEM_COST * len(blocks)
+    in_turn = takes_turns(max(blocks), len(blocks), shape.group_count, total)
+    return shape.group_count if in_turn else 1
 
 
 @given(
@@ -32,6 +32,7 @@ def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
 @example([64 * 1000], 1, 132, False)
 @example([64 * 1000], 1, 1, False)
 @example([4096, 4096], 3, 6, True)
+@example([64, 128, 64], 1, 3, False)  # in turn, though they differ
 def test_a_launch_that_does_not_split_writes_no_partial(lengths, tiles, sms, equal):
     """Otherwise partials would be left unmerged."""
     if equal:

@@ -1,6 +1,7 @@
 """Whole calls in CuTe DSL without a GPU: what is launched, with which arguments."""
 
 import ctypes
+import functools
 import re
 from typing import Any
 
@@ -31,6 +32,7 @@ from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
+from mla_var3.runtime.plan import Tiling
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import whole_launch
@@ -223,41 +225,49 @@ def code_of(ptx: str) -> list[tuple[str, str]]:
     return found
 
 
+def compiled_code(kernel_fn: Any, host: Any, args: Any, tiling: Any) -> list[tuple[str, str]]:
+    return code_of(compile_program(kernel_fn, host, kinds_of(args), tiling, "sm_90a").ptx)
+
+
+@functools.cache
+def projections_alone() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """The code of both projections, the second for every number of columns."""
+    element = latent_call.ELEMENT_TYPES[torch.bfloat16]
+    rows = torch.empty(8, dtype=torch.bfloat16, device="meta")
+    arguments: tuple[Any, ...] = (rows, rows, rows, 1, 1, 1)
+    host = ProjectQueriesSm90(element)
+    before = compiled_code(ProjectQueriesSm90.project_queries, host, arguments, Tiling())
+    arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
+    kernel_fn = DecompressCombineSm90.decompress_combine
+    after = [
+        compiled_code(kernel_fn, DecompressCombineSm90(element, True, columns), arguments, Tiling())
+        for columns in decompress_combine.COLUMNS
+    ]
+    return before, [one for each in after for one in each]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("fmt", "h"), [("", 128), ("", 8), ("fp8_per_token", 128), ("fp8", 16)])
 def test_all_kernels_are_in_one_program_unchanged(fmt, h):
     """The same code as compiled one by one."""
     element = latent_call.ELEMENT_TYPES[torch.bfloat16]
     together = whole_launch.arguments("meta", 2, 1, h, fmt)
-    projections, _, attention = groups_of(together, ProjectionOperands, ProjectionSizes)
+    _, _, attention = groups_of(together, ProjectionOperands, ProjectionSizes)
     operands, _ = groups_of(attention, LatentOperands)
     attention_fn, host, tiling, constants = latent_program(operands, LatentOptions(1, True, 0.1))
-
-    def code(kernel_fn: Any, host_fn: Any, args: Any) -> list[tuple[str, str]]:
-        return code_of(compile_program(kernel_fn, host_fn, kinds_of(args), tiling, "sm_90a").ptx)
-
-    alone = code(
-        ProjectQueriesSm90.project_queries,
-        ProjectQueriesSm90(element),
-        (projections.q_nope, projections.w_uk, operands.q_latent, 1, 1, 1),
-    )
-    alone += code(attention_fn, host(element, early=True, **constants), attention)
-    before, after = alone[-1][1].split("griddepcontrol.wait")
+    own = compiled_code(attention_fn, host(element, early=True, **constants), attention, tiling)
+    before, after = own[-1][1].split("griddepcontrol.wait")
     assert "griddepcontrol.launch_dependents" in after
     if fmt:  # consumers read queries behind the wait, the producer does not wait
         assert "ld.global.v4" not in before and "ld.global.v4" in after
         assert "cp.async.bulk.tensor" in before and "ld.global.nc" not in after
-    for columns in decompress_combine.COLUMNS:
-        alone += code(
-            DecompressCombineSm90.decompress_combine,
-            DecompressCombineSm90(element, True, columns),
-            (operands.o_latent, projections.w_uv, None, None, None, projections.out, None, 1, 1, 1),
-        )
+    queries, outputs = projections_alone()
+    alone = [*queries, *own, *outputs]
     names = [QUERIES, attention_fn.__name__, *[OUTPUTS] * len(decompress_combine.COLUMNS)]
     assert [name for name, _ in alone] == names
     assert len({text for _, text in alone}) == len(alone)
     whole = whole_launch.host(host, **constants)
-    assert sorted(code(attention_fn, whole, together)) == sorted(alone)
+    assert sorted(compiled_code(attention_fn, whole, together, tiling)) == sorted(alone)
 
 
 @pytest.mark.slow

@@ -18,13 +18,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 from mla_var3.kernel.cute_python.mla.latent.producer import block_parts
 from tests.unit.attention.attention_support import registered
 
-from .noted_calls import Calls, meta_call, note_calls
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the program was launched with, without a GPU."""
-    return note_calls(monkeypatch, 132)
+from .noted_calls import meta_call
 
 
 @pytest.mark.parametrize("widths", LATENT_WIDTHS, ids=str)

@@ -107,6 +107,8 @@ def test_inputs_are_checked():
         "table: expected .b=2, at least 4 pages., got none": {"block_table": None},
         "table: expected .b=2, at least 4 pages., got .2, 3.": {"block_table": table[:, :3]},
         "table: expected int32": {"block_table": table.long()},
+        "table: expected a tensor on cpu, got one on meta": {"block_table": table.to("meta")},
+        "latent: expected a tensor on cpu, got one on meta": {"c_kv": inputs.c_kv.to("meta")},
         "latent: expected .pages=11, page=32": {"c_kv": inputs.c_kv[:, :16]},
         "cu_seqlens_q: expected .b.1=3., got .2.": {"cu_seqlens_q": bounds.int()[1:]},
         "cu_seqlens_q: expected dtype torch.int32": {"cu_seqlens_q": bounds},
@@ -123,3 +125,6 @@ def test_inputs_are_checked():
     whole = plan.copy(causal=False)
     with pytest.raises(InvalidArgumentError, match="tree: expected none with causal=False"):
         whole.plan(*inputs._replace(tree=tree))
+    for name, given in {"tree": tree, "cu_seqlens_q": bounds.int()}.items():
+        with pytest.raises(InvalidArgumentError, match=f"^{name}: expected none"):
+            plan.reference_fn(*inputs._replace(**{name: given}))

@@ -81,10 +81,14 @@ def test_the_defaults_of_other_targets(version, target):
     require(make_plan(version, **SMALL, n=30).for_target(target))
 
 
+LARGE = {"b": 32, "s": 16, "t": 4096, "h": 128}
+"""Fills a device."""
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_candidates_are_legal_and_distinct(version, target):
-    plan = make_plan(version, b=32, s=16, t=4096, h=128, n=1024).for_target(target)
+    plan = make_plan(version, **LARGE, n=1024).for_target(target)
     for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
         labels = [tiling.label() for tiling in kernel.autotune_configs]
         assert len(set(labels)) == len(labels) > 0
@@ -92,33 +96,25 @@ def test_candidates_are_legal_and_distinct(version, target):
             assert constraint_failures(tiling, kernel.plan) == ()
 
 
-def written_after(blocks: int, n: int, hold_back: int) -> tuple[int, int]:
-    """What the first blocks of the launch order write: SMALL has 2 latent and 16 head blocks."""
-    plan: Any = make_plan(V2, **SMALL, n=n)
-    kernel = attention_of(plan)
+@pytest.mark.parametrize(
+    ("blocks", "n", "hold_back", "wanted"),
+    [
+        # The role with longer blocks leads.
+        (1, 10, 25, (8, 0)), (1, 69, 25, (0, 1)),
+        # Both run from the start, and short blocks end the grid.
+        (4, 10, 25, (8, 3)), (14, 10, 25, (16, 12)), (18, 10, 25, (16, 16)),
+        # Nothing or everything is held back.
+        (9, 10, 0, (8, 8)), (10, 10, 0, (16, 8)), (2, 10, 100, (16, 0)),
+    ],
+)  # fmt: skip
+def test_the_launch_order_of_v2(blocks, n, hold_back, wanted):
+    """What the first blocks write: SMALL has 2 latent ones of 8 heads each, and 16 head blocks."""
+    kernel = attention_of(make_plan(V2, **SMALL, n=n))
     kernel.tiling.HoldBack = hold_back
     assert kernel.grid_fn(kernel.tiling) == (18,)
     kernel.grid_fn = lambda tiling: (blocks,)
     kernel.launch()
-    return written(kernel)
-
-
-def test_the_role_with_longer_blocks_leads():
-    """A latent block writes 8 heads, a head block one."""
-    assert written_after(1, n=10, hold_back=25) == (8, 0)
-    assert written_after(1, n=69, hold_back=25) == (0, 1)
-
-
-def test_both_roles_run_from_the_start_and_short_blocks_end_the_grid():
-    assert written_after(4, n=10, hold_back=25) == (8, 3)
-    assert written_after(14, n=10, hold_back=25) == (16, 12)
-    assert written_after(18, n=10, hold_back=25) == (16, 16)
-
-
-def test_nothing_or_everything_is_held_back():
-    assert written_after(9, n=10, hold_back=0) == (8, 8)
-    assert written_after(10, n=10, hold_back=0) == (16, 8)
-    assert written_after(2, n=10, hold_back=100) == (16, 0)
+    assert written(kernel) == wanted
 
 
 @pytest.mark.parametrize("share", [0, 50, 100], ids="share{}".format)
@@ -134,7 +130,7 @@ def test_every_tile_is_taken_once_whatever_the_shares(share):
 
 
 def test_blocks_are_as_many_as_the_device_holds():
-    plan: Any = make_plan(V3, b=32, s=16, t=4096, h=128, n=1024)
+    plan: Any = make_plan(V3, **LARGE, n=1024)
     smallest = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
     kernel = next(iter(plan.plan(*plan.prepare_inputs("meta")).kernels()))
     assert kernel.grid_fn(kernel.tiling) == (smallest,)
@@ -200,7 +196,7 @@ def test_a_kernel_without_tokens_is_left_out(n, kernels):
 
 def large(n: int) -> Any:
     """v4 on a problem that fills a device, without tensors."""
-    plan = make_plan(V4, b=32, s=16, t=4096, h=128, n=n)
+    plan = make_plan(V4, **LARGE, n=n)
     return plan.plan(*plan.prepare_inputs("meta"))
 
 

@@ -44,12 +44,15 @@ CASES = {
 def test_what_is_loaded(name, package_environment, tmp_path):
     code, absent, limit = CASES[name]
     program = [sys.executable, "-c", f"{BEFORE}{code}{AFTER}"]
-    done = run_program(program, env=package_environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert bool(done.stdout) is name.startswith("hyper-mla")
-    report = json.loads(done.stderr)  # and nothing else was printed
-    assert [module for module in report["modules"] if module.startswith(absent)] == []
-    assert limit is None or report["cpu_s"] < limit
+    for last in (False, True):  # a busy machine may make one run slow
+        done = run_program(program, env=package_environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert bool(done.stdout) is name.startswith("hyper-mla")
+        report = json.loads(done.stderr)  # and nothing else was printed
+        assert [module for module in report["modules"] if module.startswith(absent)] == []
+        if limit is None or report["cpu_s"] < limit:
+            break
+        assert not last, f"{report['cpu_s']} s of CPU time, expected less than {limit}"
 
 
 def test_console_script_starts(repo_root, package_environment):

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
@@ -91,16 +91,8 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
     return problems
 
 
-@pytest.fixture(scope="module")
-def sources(source_root: Path) -> dict[str, str]:
-    return {
-        path.relative_to(source_root).as_posix(): path.read_text()
-        for path in sorted(source_root.rglob("*.py"))
-    }
-
-
-def test_kernels_follow_the_naming_rules(sources):
-    problems = naming_problems(sources)
+def test_kernels_follow_the_naming_rules(package_sources):
+    problems = naming_problems(package_sources)
     assert not problems, "\n" + "\n".join(problems)
 
 

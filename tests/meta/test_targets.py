@@ -5,10 +5,12 @@ import pytest
 from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.cutile.mla.tilings import tiling_target
 from mla_var3.runtime.stage import constraint_failures
+from tests import compile_matrix
 from tests.compile_matrix import (
     DESIGNS,
     TARGETS,
     accepted_targets,
+    main,
     reports,
     spare_bytes,
     spills_too_much,
@@ -34,15 +36,38 @@ def test_default_tilings_fit_by_their_own_constraints(design, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "flash_mla:fp8"])
-def test_latent_tilings_fit_narrow_latents_too(design, target):
+@pytest.mark.parametrize(
+    "design",
+    [
+        *("flash_mla", "flash_mla_split_kv", "flash_mla:fp8"),
+        *(f"mla_var6_plus{version}" for version in ("", "_v2", "_v3", "_v4")),
+    ],
+)
+def test_tilings_fit_narrow_latents_too(design, target):
     for kernel in stages(design, target, h=32, d=64, k=256):
         assert not constraint_failures(kernel.tiling, kernel.plan)
+        for tiling in kernel.autotune_configs:
+            assert "k=256" not in str(constraint_failures(tiling, kernel.plan))
+
+
+def test_the_program_goes_through_the_whole_matrix(monkeypatch, capsys):
+    """Also designs whose names have a comma."""
+    seen = []
+    monkeypatch.setattr(compile_matrix, "reports", lambda *asked: seen.append(asked) or ())
+    assert main([]) == 0
+    assert seen == [(design, target) for target in TARGETS for design in DESIGNS]
+    seen.clear()
+    design = "flash_mla:k=256, p=32"
+    assert main(["--targets", "sm_80", "sm_90", "--designs", design]) == 0
+    assert seen == [(design, "sm_80"), (design, "sm_90")]
+    with pytest.raises(SystemExit):
+        main(["--designs", "flush_mla"])
+    assert "invalid choice: 'flush_mla'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_small_kernel_compiles_for_every_target(target):
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - set(FAMILIES)))
+def test_a_small_kernel_compiles_for_the_other_targets(target):
     """The whole matrix is `python -m tests.compile_matrix`."""
     (report,) = reports("mla_var6_plus", target, "decompress_combine")
     assert report.error is None
@@ -59,6 +84,9 @@ def test_default_tilings_do_not_spill(design, target):
         assert spare_bytes(report) >= 0, report.shared_bytes
         assert not report.misses_tensor_core, report.verdict
         assert not spills_too_much(report), report.verdict
+        if target == "sm_90":  # products by wgmma, tiles by the bulk copy engine
+            assert report.instructions.get("UTMALDG", 0) > 0, report.instructions
+            assert set(report.mma) == (set() if report.kernel == "split_kv_reduce" else {"HGMMA"})
 
 
 def test_targets_share_the_tilings_of_their_matrix_instructions():

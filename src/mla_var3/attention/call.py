@@ -15,7 +15,7 @@ from mla_var3.attention.execute import spec_for
 from mla_var3.attention.prefix.layout import Prefix, sharing
 from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
 from mla_var3.attention.replay.replay import keep_replay
-from mla_var3.attention.request import debug
+from mla_var3.attention.request.checks import debug_on
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
@@ -29,7 +29,7 @@ HEAD_WIDTH = 128
 
 _is_compiling = torch.compiler.is_compiling
 # Asked in every call. Other tracers bring tensors of a class of their own, which have no key.
-is_traced, checks_values = torch.compiler.is_dynamo_compiling, debug.is_on
+is_traced, checks_values = torch.compiler.is_dynamo_compiling, debug_on
 
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 _SIZE_NAMES = tuple(field.name for field in fields(CallShape))

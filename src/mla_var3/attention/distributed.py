@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from mla_var3.attention.call import mla_attention
 from mla_var3.attention.merge import joint_lse, weight_of
-from mla_var3.attention.request.checks import require_int, require_tensor
+from mla_var3.attention.request.checks import INDEX_DTYPES, require_tensor
 from mla_var3.attention.request.validate import Cache
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.mla.problem import require_int
 
 Group = dist.ProcessGroup | None
 """A process group; None is the default one."""
@@ -127,23 +128,17 @@ def kv_parallel_attention(
         q_rope: `[b, s, h, p]`, likewise.
         cache: this rank's range, its first slot being position `share.start`.
         w_uk: `[h, d, k]`.
-        w_uv: `[h, k, d]`.
+        w_uv: `[h, k, v]`.
         total_lengths: tokens of each request over all ranks, int32 `[b]`.
         share: which range this rank has.
         group: the ranks.
         return_lse: also return the LSE.
-        options: other options of `mla_attention`, except `lengths` and `out`.
+        options: other options of `mla_attention`, except `lengths`, `out`, `shards` and `shard`.
     """
-    require_tensor(
-        "total_lengths",
-        total_lengths,
-        [("b", None)],
-        [torch.int32, torch.int64],
-        q_nope.device,
-    )
-    for name in ("lengths", "out"):
+    require_tensor("total_lengths", total_lengths, [("b", None)], INDEX_DTYPES, q_nope.device)
+    for name in ("lengths", "out", "shards", "shard"):
         if name in options:
-            raise InvalidArgumentError(name, "none: it follows from total_lengths", "one")
+            raise InvalidArgumentError(name, "none where ranks have ranges of tokens", "one")
     result = mla_attention(
         q_nope,
         q_rope,

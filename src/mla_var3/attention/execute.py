@@ -14,7 +14,8 @@ from mla_var3.attention.backends.latent import Attended, LatentBackend
 from mla_var3.attention.backends.registry import AUTO, Backend, require_kernel_name
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
-from mla_var3.attention.request import debug
+from mla_var3.attention.request.checks import debug_on
+from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.select.choice import choose, settled
@@ -34,8 +35,8 @@ def execute(task: AttentionTask, kernel: str) -> Attended:
         task: the call.
         kernel: "auto" or the kernel that has to be used.
     """
-    if debug.is_on():
-        debug.check_values(task)
+    if debug_on():
+        check_values(task)
     require_kernel_name(kernel)
     device = task.q.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

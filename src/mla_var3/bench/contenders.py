@@ -193,12 +193,13 @@ def peer_contender(
 ) -> Contender:
     """A peer's kernel by its short name, see `mla_var3.bench.peers.KERNELS`.
 
-    `references` holds float32 outputs by path, shared by the peers of a case.
+    `references` holds exact outputs by path and cache format, shared by the peers of a case.
     """
     from mla_var3.bench.peers import PeerInputs, peer_kernel, reference
 
     kernel = peer_kernel(name)
     known = {} if references is None else references
+    limit = FP8_ERROR_LIMIT if kernel.cache_dtype else PEER_ERROR_LIMIT
 
     def build() -> Ready:
         libraries.require(kernel.library)
@@ -210,11 +211,9 @@ def peer_contender(
         run = kernel.build(libraries, inputs)
 
         def check() -> float:
-            key, limit = f"{kernel.path} {kernel.cache_dtype}", PEER_ERROR_LIMIT
+            key = f"{kernel.path} {kernel.cache_dtype}"
             if key not in known:
                 known[key] = reference(kernel.path, inputs, kernel.cache_dtype)
-            if kernel.cache_dtype:
-                limit = FP8_ERROR_LIMIT
             return checked_error(kernel.title, run(), known[key], limit)
 
         return Ready(run, check, kernel.cost(problem), kernel.path)
@@ -238,8 +237,7 @@ def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "c
         view = paged_view(
             pages, inputs.page_table(), inputs.raw.lengths, k=problem.k, format=fmt, scale=scale
         )
-        q, q_rope = inputs.latent_queries().split([problem.k, problem.p], dim=-1)
-        q, q_rope = q.contiguous(), q_rope.contiguous()
+        q, q_rope = inputs.separate_queries()
 
         def run() -> Tensor:
             return mla_latent_attention(
@@ -247,9 +245,8 @@ def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "c
             )[0]
 
         def check() -> float:
-            exact = reference(LATENT, inputs, fmt)
             limit = FP8_ERROR_LIMIT if language == "cute-dsl" else PEER_ERROR_LIMIT
-            return checked_error(f"{kernel}, {fmt}", run(), exact, limit)
+            return checked_error(f"{kernel}, {fmt}", run(), reference(LATENT, inputs, fmt), limit)
 
         token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
         return Ready(run, check, flash_mla_cost(problem, token_bytes), LATENT)
@@ -328,8 +325,7 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
         groups = find_shared_prefixes(
             table.cpu(), raw.lengths.cpu(), page_size=PAGE, queries=problem.s, device=device
         )
-        q, q_rope = inputs.latent_queries().split([problem.k, problem.p], dim=-1)
-        q, q_rope = q.contiguous(), q_rope.contiguous()
+        q, q_rope = inputs.separate_queries()
         options: dict[str, Any] = {"causal": problem.causal, "d": problem.d}
         if groups.levels:
             layout = prefix_layout(groups, q, view, causal=problem.causal)
@@ -483,8 +479,8 @@ def path_of(plan: KernelPlan, stage: Stage) -> str:
     for name in ("n", "prefix"):
         if hasattr(plan, name):
             return DECOMPRESSED if getattr(plan, name) == getattr(plan, "t", None) else MIX
-    latent = getattr(plan, "k", None)
-    return LATENT if stage.output_tensors[0].shape[-1] == latent else DECOMPRESSED
+    is_latent = stage.output_tensors[0].shape[-1] == getattr(plan, "k", None)
+    return LATENT if is_latent else DECOMPRESSED
 
 
 def choices_of(plan: KernelPlan) -> dict[str, int]:

@@ -135,8 +135,8 @@ def measure_case(
 
     `around` is the device, date, command and versions of the rows. After each contender `release`
     frees memory; after a failure `healthy` tells whether the device still works. `checkpoint` is
-    called before each contender runs for the first time, with the rows to read should it end the
-    whole process.
+    called before a contender runs, in every round, with the rows to read should it end the whole
+    process.
 
     Returns:
         One row per contender, in the given order; one that cannot take part or fails is a row
@@ -174,7 +174,7 @@ def measure_case(
             done += 1
             if outcome.status != OK:
                 continue
-            if checkpoint is not None and outcome.ready is None:
+            if checkpoint is not None:
                 checkpoint(rows_if_ended(index, ENDED))
             with watchdog.over(partial(rows_if_ended, index)) if watchdog else nullcontext():
                 _one_round(outcome, contender, timer)

@@ -90,9 +90,13 @@ def group_rows(group: ShapeGroup) -> list[BenchRow]:
     return timed + projections
 
 
+def _has_eight_bit(group: ShapeGroup) -> bool:
+    return any(row.eight_bit for row in group.timed)
+
+
 def headers(group: ShapeGroup) -> tuple[str, ...]:
     """The columns of the table of a shape."""
-    return (*HEADERS, EIGHT_BIT_HEADER) if group.best_eight_bit else HEADERS
+    return (*HEADERS, EIGHT_BIT_HEADER) if _has_eight_bit(group) else HEADERS
 
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
@@ -111,7 +115,7 @@ def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
         number(row.gbps, 4),
         "-" if not limit or not row.time_us else f"{100 * limit / row.time_us:.0f} %",
         "-" if row.error is None else f"{row.error:.1e}",
-        *(last if group.best_eight_bit else (versus,)),
+        *(last if _has_eight_bit(group) else (versus,)),
     )
 
 

@@ -62,7 +62,6 @@ DISTRIBUTIONS = {
     "flashinfer": "flashinfer-python",
 }
 """Package -> its distribution, where that has another name."""
-LIBRARIES = ("flashmla", "flashmla_fp8", "fa3", "flashinfer", "triton", "torch")
 
 
 class PeerLibraries:
@@ -79,7 +78,9 @@ class PeerLibraries:
         versions: library -> version, or the file it came from.
     """
 
-    def __init__(self, folder: Path | None = None, wanted: Collection[str] = LIBRARIES) -> None:
+    def __init__(
+        self, folder: Path | None = None, wanted: Collection[str] = (*OPERATORS, *MODULES)
+    ) -> None:
         self.absent: dict[str, str] = {}
         self.operators: dict[str, Any] = {}
         self.modules: dict[str, Any] = {}
@@ -202,6 +203,11 @@ class PeerInputs:
         """[b, s, h, k + p]."""
         q_latent = project_queries(self.raw.q_nope, self.raw.w_uk)
         return torch.cat([q_latent, self.raw.q_rope], dim=-1)
+
+    def separate_queries(self) -> tuple[Tensor, Tensor]:
+        """The same as [b, s, h, k] and [b, s, h, p], for our own call."""
+        parts = self.latent_queries().split([self.problem.k, self.problem.p], dim=-1)
+        return parts[0].contiguous(), parts[1].contiguous()
 
     def latent_cache(self) -> Tensor:
         """[b, whole pages, k + p], zero in slots without a token: some peers do not mask NaN."""

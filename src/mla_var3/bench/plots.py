@@ -33,8 +33,11 @@ _DPI = 150
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
     "axes.labelsize": 10,
     "legend.fontsize": 9,
+    "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -130,17 +133,11 @@ def word(kind: str) -> str:
 
 
 def series_colour(name: str, names: Sequence[str]) -> str:
-    """The colour of a series: base versions keep theirs in every plot, others differ from them.
-
-    A version has the colour of its design, unless the design is among `names` as well.
-    """
+    """The colour of one of `names`: base versions keep theirs in every plot, others differ."""
     if name in COLOURS:
         return COLOURS[name]
-    design = max((known for known in COLOURS if name.startswith(known)), key=len, default=None)
-    if design is not None and name not in names:
-        return COLOURS[design]
     others = [other for other in names if other not in COLOURS]
-    return _PALETTE[others.index(name) % len(_PALETTE)] if name in others else _PALETTE[0]
+    return _PALETTE[others.index(name) % len(_PALETTE)]
 
 
 def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
@@ -155,8 +152,11 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
     shown = [each for each in data.crossings if {each.before, each.after} <= set(lines)]
     for index, crossing in enumerate(shown):
         text = f"s ≈ {crossing.s:.1f}" if crossing.s < _COARSE_FROM else f"s ≈ {crossing.s:.0f}"
+        axis.axvline(crossing.s, color="#666666", linewidth=0.9, linestyle=":")
         # Staggered, because two crossings may be close together.
-        mark_crossing(axis, crossing.s, text, 0.02 + 0.045 * (index % _LABEL_ROWS))
+        place = (crossing.s, 0.02 + 0.045 * (index % _LABEL_ROWS))
+        look = {"xytext": (3, 0), "textcoords": "offset points", "fontsize": 8}
+        axis.annotate(text, place, xycoords=("data", "axes fraction"), **look)
     log_axes(axis, sorted({s for points in lines.values() for s, _ in points}))
     axis.set(xlabel="query tokens per request, s", ylabel=f"{word(data.kind)}{data.basis}, µs")
     _finish(figure, axis, f"{data.title} on {data.device}")
@@ -275,7 +275,7 @@ def _heat_map(figure: Any, rows: Sequence[BenchRow]) -> None:
     axis.set(xlabel="KV tokens per request, t", ylabel="query tokens per request, s")
     prefix = "predicted, " if data.kind == PREDICTED else ""
     heading = f"Speed-up over {rival}\n{prefix}{data.basis}, {data.title}"
-    axis.set_title(heading, loc="left", fontweight="bold", fontsize=9)
+    axis.set_title(heading, fontsize=9)
 
 
 def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
@@ -301,7 +301,7 @@ def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
     axis.margins(x=0.12)
     hatched = ", 8-bit hatched" if any(row.eight_bit for row in shown) else ""
     axis.set_xlabel(f"{word(group.kind)}{group.basis}, µs (ours in blue{hatched})")
-    axis.set_title(f"{group.title} on {group.device}", loc="left", fontweight="bold")
+    axis.set_title(f"{group.title} on {group.device}")
 
 
 def draw_line(
@@ -317,19 +317,6 @@ def draw_line(
     axis.plot(*zip(*points, strict=True), label=name, color=series_colour(name, names), **look)
 
 
-def mark_crossing(axis: Any, x: float, text: str, height: float) -> None:
-    """A dotted vertical line with a text beside it, at a share of the axis' height."""
-    axis.axvline(x, color="#666666", linewidth=0.9, linestyle=":")
-    axis.annotate(
-        text,
-        (x, height),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        fontsize=8,
-    )
-
-
 def log_axes(axis: Any, x_ticks: Sequence[float]) -> None:
     """Logarithmic axes: x to the base 2 with the given ticks, y with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator
@@ -343,8 +330,8 @@ def log_axes(axis: Any, x_ticks: Sequence[float]) -> None:
 
 
 def _finish(figure: Any, axis: Any, title: str, entries: int = MOST_LINES) -> None:
-    axis.set_title(title, loc="left", fontweight="bold")
-    figure.legend(loc="outside lower center", ncols=min(entries, 3), frameon=False, fontsize=8)
+    axis.set_title(title)
+    figure.legend(loc="outside lower center", ncols=min(entries, 3), fontsize=8)
 
 
 @contextmanager

@@ -63,31 +63,28 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
 
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
-    common = {"problem": case.problem, "kind": PREDICTED, "timer": IDEAL, **around}
-    rows = [_kernel_row(choice, spec, common) for choice in case.kernels]
-    rows += [_fp8_row(*choice, spec, common) for choice in case.cache_dtypes]
+    blank = BenchRow(case.problem, "", OURS, PREDICTED, timer=IDEAL, **around)
+    rows = [_kernel_row(blank, choice, spec) for choice in case.kernels]
+    rows += [_fp8_row(blank, *choice, spec) for choice in case.cache_dtypes]
     if case.shared is not None:
-        rows.append(_prefix_row(case.shared, spec, common))
-    return rows + [_projection_row(name, spec, common) for name in _PROJECTIONS]
+        rows.append(_prefix_row(blank, case.shared, spec))
+    return rows + [_projection_row(blank, name, spec) for name in _PROJECTIONS]
 
 
-def _timed(
-    row: BenchRow, time_us: float, cost: Cost, *, fitted: bool, basis: str = IDEAL, **fields: Any
-) -> BenchRow:
-    """A row with its predicted time; `basis` is what a time that is not fitted rests on."""
-    fields |= {"timer": FITTED_TIMER if fitted else basis, "time_us": time_us, "spread_us": 0.0}
+def _timed(row: BenchRow, time_us: float, cost: Cost, timer: str, **fields: Any) -> BenchRow:
+    fields |= {"time_us": time_us, "spread_us": 0.0, "timer": timer}
     return replace(row, flops=cost.flops, bytes=cost.bytes, **fields)
 
 
 def _estimated(row: BenchRow, expected: Estimate, cost: Cost, **fields: Any) -> BenchRow:
-    fields |= {"fitted": expected.fitted, "basis": expected.basis}
+    timer = FITTED_TIMER if expected.fitted else expected.basis
     fields["projections_us"] = expected.around_us
-    return _timed(row, expected.kernel_us, cost, **fields)
+    return _timed(row, expected.kernel_us, cost, timer, **fields)
 
 
-def _kernel_row(choice: KernelChoice, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
+def _kernel_row(blank: BenchRow, choice: KernelChoice, spec: DeviceSpec) -> BenchRow:
     kernel = choice.kernel
-    row = BenchRow(kernel=kernel.full_name, language=kernel.language, source=OURS, **common)
+    row = replace(blank, kernel=kernel.full_name, language=kernel.language)
     try:
         plan = contenders.make_plan(choice, row.problem, spec.target).on_device(spec)
         stage = plan.plan_empty(*spec.burst_rates(row.problem.dtype))
@@ -103,32 +100,33 @@ def _kernel_row(choice: KernelChoice, spec: DeviceSpec, common: Mapping[str, Any
         return replace(row, choices=choice.fields, status=status, reason=first_line(error))
 
 
-def _prefix_row(shared: SharedTokens, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
-    """Latent attention that reads shared first tokens once."""
-    row = BenchRow(
-        kernel=contenders.PREFIX_KERNEL, language="cute-dsl", source=OURS, path=LATENT, **common
-    )
-    work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
-    expected = estimate(contenders.PREFIX_KERNEL, work, spec, row.language)
-    assert expected is not None
-    cost = latent_shared_cost(contenders.shared_problem(row.problem, shared))
-    return _estimated(row, expected, cost, choices={"prefix": shared.mean})
-
-
-def _fp8_row(fmt: str, language: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
+def _fp8_row(blank: BenchRow, fmt: str, language: str, spec: DeviceSpec) -> BenchRow:
     """The latent kernel on an 8-bit cache."""
-    kernel = contenders.FP8_KERNEL
-    row = BenchRow(kernel=kernel, language=language, source=OURS, path=LATENT, **common)
-    targets = declared_targets(find_kernel(kernel, language=language))
+    row = replace(blank, kernel=contenders.FP8_KERNEL, language=language, cache_dtype=fmt)
+    token_bytes = cache_format(fmt).row_bytes(row.problem.k, row.problem.p)
+    return _latent_row(row, Workload(row.problem, cache_dtype=fmt, token_bytes=token_bytes), spec)
+
+
+def _prefix_row(blank: BenchRow, shared: SharedTokens, spec: DeviceSpec) -> BenchRow:
+    """Latent attention that reads shared first tokens once."""
+    choices = {"prefix": shared.mean}
+    row = replace(blank, kernel=contenders.PREFIX_KERNEL, language="cute-dsl", choices=choices)
+    work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
+    cost = latent_shared_cost(contenders.shared_problem(row.problem, shared))
+    return _latent_row(row, work, spec, cost)
+
+
+def _latent_row(
+    row: BenchRow, work: Workload, spec: DeviceSpec, cost: Cost | None = None
+) -> BenchRow:
+    """A row that the latent kernel serves without a plan; absent on GPUs it is not written for."""
+    targets = declared_targets(find_kernel(contenders.FP8_KERNEL, language=row.language))
     if not set(targets) & set(spec.targets):
-        reason = f"{kernel} ({language}) is written for {', '.join(targets)}"
-        return replace(row, cache_dtype=fmt, status=ABSENT, reason=reason)
-    problem = row.problem
-    token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
-    work = Workload(problem, cache_dtype=fmt, token_bytes=token_bytes)
-    expected = estimate(kernel, work, spec, language)
+        reason = f"{row.kernel} ({row.language}) is written for {', '.join(targets)}"
+        return replace(row, path=LATENT, status=ABSENT, reason=reason)
+    expected = estimate(row.kernel, work, spec, row.language)
     assert expected is not None
-    return _estimated(row, expected, expected.cost, cache_dtype=fmt)
+    return _estimated(row, expected, cost or expected.cost, path=LATENT)
 
 
 _PROJECTIONS = {
@@ -137,12 +135,12 @@ _PROJECTIONS = {
 }
 
 
-def _projection_row(name: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
-    row = BenchRow(kernel=name, source=PROJECTION, **common)
+def _projection_row(blank: BenchRow, name: str, spec: DeviceSpec) -> BenchRow:
+    row = replace(blank, kernel=name, source=PROJECTION)
     cost_of, effort = _PROJECTIONS[name]
     cost, work = cost_of(row.problem), Workload(row.problem)
     # Where kernels were timed on the device, so were the projections around them.
     kernels = [estimate("flash_mla", work, spec, language) for language in LANGUAGES]
     fitted = any(found is not None and found.fitted for found in kernels)
     time_us = part_us(spec, effort, cost, row.problem.dtype, fitted=fitted)
-    return _timed(row, time_us, cost, fitted=fitted)
+    return _timed(row, time_us, cost, FITTED_TIMER if fitted else IDEAL)

@@ -57,7 +57,7 @@ class BenchRow:
         spread_us: half the distance from the smallest 10th to the largest 90th percentile.
         rounds_us: the median of each round.
         runs: timed runs of all rounds.
-        timer: what measured; "roofline" for a prediction.
+        timer: what measured; for a prediction what it rests on.
         flops, bytes: what the algorithm needs, for TFLOP/s and GB/s.
         error: relative Frobenius error against the float32 reference.
         projections_us: time of the projections that the kernel does not do; None if unknown.
@@ -341,7 +341,7 @@ def merge_records(records: Iterable[BenchRecord]) -> BenchRecord:
     found = list(records)
     if len(found) == 1:
         return found[0]
-    merged = BenchRecord("records", found[0].environment if found else {})
+    merged = BenchRecord("records", found[0].environment)
     rows: dict[tuple[Any, ...], BenchRow] = {}
     for record in sorted(found, key=lambda record: str(record.environment.get("date"))):
         for row in record.rows:

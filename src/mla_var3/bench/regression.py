@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from mla_var3.bench.record import OK, PREDICTED, BenchRecord, BenchRow, row_key
+from mla_var3.bench.record import OK, OURS, PREDICTED, BenchRecord, BenchRow, row_key
 from mla_var3.runtime.environment import toolkit_versions
 
 BETTER, SAME, WORSE = "better", "same", "worse"
@@ -180,7 +180,9 @@ def _version_differences(before: BenchRow, after: BenchRow) -> list[str]:
     if after.language:
         names = list(toolkit_versions(after.language))
     else:
-        ignored = {*_NOT_THE_PEERS, *toolkit_versions()}
+        # A public call may choose a kernel of either language, or PyTorch.
+        compilers = () if after.source == OURS else toolkit_versions()
+        ignored = {*_NOT_THE_PEERS, *compilers}
         names = [name for name in {**before.versions, **after.versions} if name not in ignored]
     return [
         f"{name} {before.versions.get(name) or 'not recorded'} against "

@@ -39,6 +39,8 @@ from mla_var3.runtime.workflow import cuda_available, planning_device
 
 MEASURE, PREDICT, AUTO = "measure", "predict", "auto"
 _ONE_VALUE = {"all": ("b", "s", "t", "h"), "var6_plus": ("b", "t", "h")}
+_ONLY_IN = {"n": ("var6_plus",), "version": ("var6_plus",), "kernels": ("all", "sweep")}
+"""Option -> the suites that have it."""
 
 
 @dataclass
@@ -91,19 +93,23 @@ class BenchOptions(SessionOptions):
             raise UnknownNameError("suite", self.suite, suites.SUITES)
         if self.mode not in (AUTO, MEASURE, PREDICT):
             raise InvalidArgumentError("mode", "auto, measure or predict", self.mode)
+        if self.mode == MEASURE and (self.records or self.predict_for):
+            other = "--records" if self.records else "--for_device"
+            raise InvalidArgumentError("mode", f"auto with {other}", self.mode)
         if self.predict_for is not None:
             device_spec(self.predict_for)  # an unknown name is an error at once
         if self.resume and (self.records or self.predict_for or self.mode == PREDICT):
             other = "records" if self.records else "predictions"
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
         if self.suite in suites.FIXED_SUITES:
-            given = [*(["model"] if self.widths else []), *self.sizes]
-            given += ["causal"] if not self.causal else []
-            given += ["dtype"] if self.dtype != suites.COMMON.dtype else []
-            given += ["kernels"] if self.kernels else []
-            if given:
-                expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
-                raise InvalidArgumentError(given[0], expected, "one")
+            changes = {
+                "model": self.widths, **self.sizes, "causal": not self.causal,
+                "dtype": self.dtype != suites.COMMON.dtype, "kernels": self.kernels,
+            }  # fmt: skip
+            for name, given in changes.items():
+                if given:
+                    expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
+                    raise InvalidArgumentError(name, expected, "one")
         for name in self.cache_dtype:
             if name not in suites.EIGHT_BIT_CACHES["cutile-dsl"]:
                 expected = " or ".join(suites.EIGHT_BIT_CACHES["cutile-dsl"])
@@ -115,9 +121,11 @@ class BenchOptions(SessionOptions):
                 raise InvalidArgumentError(name, expected, values)
         if self.n_values == ():
             raise InvalidArgumentError("n", "some windows", self.n_values)
-        for name, value in (("n", self.n_values), ("version", self.version)):
-            if value is not None and self.suite != "var6_plus":
-                raise InvalidArgumentError(name, "none: only the suite var6_plus has it", value)
+        chosen = {"n": self.n_values, "version": self.version, "kernels": self.kernels or None}
+        for name, value in chosen.items():
+            if value is not None and self.suite not in _ONLY_IN[name]:
+                expected = f"none: only the suite {' or '.join(_ONLY_IN[name])} has it"
+                raise InvalidArgumentError(name, expected, value)
 
     @property
     def measures(self) -> bool:
@@ -233,12 +241,12 @@ def _16_bit_cases(
     if options.suite == "models":
         s_values = suites.QUICK_MODEL_S if options.quick else suites.MODEL_S
         return suites.model_cases(kernels, peers, s_values), {}
-    if options.suite == "engine":
-        grid = suites.QUICK_ENGINE if options.quick else suites.ENGINE
-        return suites.engine_cases({**grid, **options.sizes}, kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
     first |= options.widths
     base = replace(suites.COMMON, dtype=options.dtype, causal=options.causal, **first)
+    if options.suite == "engine":
+        grid = suites.QUICK_ENGINE if options.quick else suites.ENGINE
+        return suites.engine_cases(base, {**grid, **options.sizes}, kernels, peers), {}
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)
     default = ("all",) if options.suite == "all" else ("latest",)

@@ -31,7 +31,6 @@ from mla_var3.bench.record import (
 )
 from mla_var3.bench.suites import Case
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.measure import cuda_is_healthy
 from mla_var3.runtime.workflow import Progress, current_device_spec, no_progress
 
@@ -108,29 +107,34 @@ def measure(
     around = circumstances(record.environment, spec.name)
     timer = bench_measure.gpu_timer(options.max_seconds)
     bench_measure.warm_up()
-    agenda = []
+    agenda, results = [], []
     for case in cases:
         entrants = bench_contenders.contenders(
             case, libraries, spec.target, tune=budget, progress=options.progress
         )
-        agenda.append((case.problem, *split_case(case.problem, entrants, earlier)))
+        results.append([row for row in earlier if row.problem == case.problem])
+        agenda.append((case.problem, *split_case(entrants, results[-1])))
     asked = {case.problem for case in cases}
-    results = [kept for _, kept, _ in agenda]
     results.append([row for row in earlier if row.problem not in asked])
     total, before = sum(len(waiting) for *_, waiting in agenda) * options.rounds, 0
 
     def progress(what: str, done: int, _: int, detail: str) -> None:
         options.progress(what, before + done, total, detail)
 
-    def keep(place: int, rows: Sequence[BenchRow]) -> None:
-        results[place] = unique_rows(bench_measure.with_projections([*agenda[place][1], *rows]))
+    def store(place: int, rows: list[BenchRow]) -> None:
+        results[place] = rows
         record.rows = [row for group in results for row in group]
         save_record(record, save)
+
+    def keep(place: int, rows: Sequence[BenchRow]) -> None:
+        kept = agenda[place][1]
+        store(place, unique_rows(bench_measure.with_projections([*kept, *rows])))
 
     record.rows = [row for group in results for row in group]
     for place, (problem, _, waiting) in enumerate(agenda):
         if not waiting:
             continue
+        own = results[place]
         try:
             rows = bench_measure.measure_case(
                 problem,
@@ -143,7 +147,7 @@ def measure(
                 checkpoint=partial(keep, place),
             )
         except BaseException:  # interrupted: the contender that was running is not to blame
-            keep(place, ())
+            store(place, own)
             log.warning("%s holds the finished shapes; --resume continues it", save)
             raise
         before += len(waiting) * options.rounds
@@ -184,9 +188,11 @@ def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:
     """The rows of an interrupted run.
 
     Raises:
-        InvalidArgumentError: the file is no record, or one of another suite or device.
+        InvalidArgumentError: the file is no record, or one of predictions, another suite or device.
     """
     record = load_record(path)
+    if record.predicted:
+        raise InvalidArgumentError("resume", "a record of measurements", "predictions")
     if record.suite != suite:
         raise InvalidArgumentError("resume", f"a record of the suite {suite}", record.suite)
     others = [name for name in record.devices if name != device]
@@ -196,16 +202,15 @@ def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:
 
 
 def split_case(
-    problem: MlaProblem, entrants: Sequence[Contender], rows: Sequence[BenchRow]
+    entrants: Sequence[Contender], rows: Sequence[BenchRow]
 ) -> tuple[list[BenchRow], list[Contender]]:
     """The rows of a shape to keep, and the contenders that still have to run.
 
     Rows are recorded shape by shape, so a shape with rows is done, except for rows that were lost
     with the device. A row that failed for a reason of its own is kept.
     """
-    own = [row for row in rows if row.problem == problem]
-    kept = [row for row in own if row.status != LOST]
-    if own and len(kept) == len(own):
+    kept = [row for row in rows if row.status != LOST]
+    if rows and len(kept) == len(rows):
         return kept, []
     done = {_key(row) for row in kept}
     return kept, [each for each in entrants if _key(each) not in done]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -225,6 +226,17 @@ def select_backends(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, .
     return tuple(name for name in LANGUAGES if name in words), peers
 
 
+def _among(peers: Sequence[str], *names: str) -> tuple[str, ...]:
+    """Those of the names that are among the peers."""
+    return tuple(name for name in names if name in peers)
+
+
+def _on_hopper(kernels: Sequence[KernelId], name: str, **fields: int) -> tuple[KernelChoice, ...]:
+    """The kernel of a full name in CuTe DSL with some fields; nothing where it is not there."""
+    found = [k for k in kernels if (k.full_name, k.language) == (name, "cute-dsl")]
+    return tuple(KernelChoice(kernel, fields) for kernel in found)
+
+
 def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     """The headline figures: base and newest versions at the shapes of each regime."""
     shown = sorted({kernel for kernel in kernels if not kernel.number} | set(newest(kernels)))
@@ -232,11 +244,8 @@ def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Cas
     def of(*designs: str) -> tuple[KernelChoice, ...]:
         return tuple(KernelChoice(kernel) for kernel in shown if kernel.design in designs)
 
-    def wanted(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if name in peers)
-
     few, many = replace(COMMON, b=8), replace(COMMON, b=2, s=1024)
-    latent, decompressed = wanted(*LATENT_PEERS), wanted(*DECOMPRESSED_PEERS)
+    latent, decompressed = _among(peers, *LATENT_PEERS), _among(peers, *DECOMPRESSED_PEERS)
     cases = [
         Case(problem, of("flash_attention"), decompressed)
         for problem in (few, replace(many, causal=False), many)
@@ -245,14 +254,14 @@ def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Cas
     cases.append(Case(long, of("flash_mla", "flash_mla_split_kv"), latent))
     without_window = tuple(replace(choice, fields={"n": 0}) for choice in of(DESIGN))
     ours = (*of(*PURE_PATHS, DESIGN), *without_window)
-    theirs = (*latent, *wanted("fa3", "fa3_one_split"))
+    theirs = (*latent, *_among(peers, "fa3", "fa3_one_split"))
     return cases + [Case(replace(COMMON, s=s), ours, theirs) for s in WINDOW_S]
 
 
 def latent_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     """The newest latent kernels of both languages beside the latent peers."""
     ours = tuple(KernelChoice(k) for k in newest(kernels) if k.design == PURE_PATHS[0])
-    theirs = tuple(name for name in LATENT_PEERS if name in peers)
+    theirs = _among(peers, *LATENT_PEERS)
     problems = [MlaProblem(b=b, s=s, t=t, h=h) for b, s, t, h in LATENT_SHAPES]
     for b, s, t, h in MIXED_SHAPES:
         # Evenly spread, shuffled by a stride coprime to b.
@@ -263,24 +272,23 @@ def latent_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case
 
 
 def engine_cases(
-    sizes: Mapping[str, Sequence[int]], kernels: Sequence[KernelId], peers: Sequence[str]
+    base: MlaProblem,
+    sizes: Mapping[str, Sequence[int]],
+    kernels: Sequence[KernelId],
+    peers: Sequence[str],
 ) -> list[Case]:
     """The latent kernel in CuTe DSL on scattered pages; the latent peers have theirs in order."""
-    ours = [k for k in kernels if (k.full_name, k.language) == (PURE_PATHS[0], "cute-dsl")]
-    theirs = tuple(name for name in LATENT_PEERS if name in peers and name != "triton")
-    return [
-        replace(case, kernels=tuple(KernelChoice(k, {"page": ENGINE_PAGE}) for k in ours))
-        for case in sweep_cases(COMMON, sizes, (), theirs)
-    ]
+    ours = _on_hopper(kernels, PURE_PATHS[0], page=ENGINE_PAGE)
+    theirs = _among(peers, "flashmla", "fa3_qv", "flashinfer")
+    return [replace(case, kernels=ours) for case in sweep_cases(base, sizes, (), theirs)]
 
 
 def model_cases(
     kernels: Sequence[KernelId], peers: Sequence[str], s_values: Sequence[int] = MODEL_S
 ) -> list[Case]:
     """The latent kernel in CuTe DSL on scattered pages for every model, each shape once."""
-    ours = [k for k in kernels if (k.full_name, k.language) == (PURE_PATHS[0], "cute-dsl")]
-    chosen = tuple(KernelChoice(k, {"page": ENGINE_PAGE}) for k in ours)
-    theirs = tuple(name for name in ("flashmla", "fa3_qv") if name in peers)
+    ours = _on_hopper(kernels, PURE_PATHS[0], page=ENGINE_PAGE)
+    theirs = _among(peers, "flashmla", "fa3_qv")
     cases: dict[MlaProblem, Case] = {}
     for model in models().values():
         for tp in MODEL_TP:
@@ -290,41 +298,35 @@ def model_cases(
             served = (sizes["k"], sizes["p"]) == PEER_WIDTHS
             for s in s_values:
                 problem = MlaProblem(b=b, s=s, t=MODEL_T, **sizes)
-                cases.setdefault(problem, Case(problem, chosen, theirs if served else ()))
+                cases.setdefault(problem, Case(problem, ours, theirs if served else ()))
     return list(cases.values())
 
 
 def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     """The mix in CuTe DSL at the model's n, its special versions, the pure paths and the peers."""
-    ours = {kernel.full_name: kernel for kernel in kernels if kernel.language == "cute-dsl"}
-    theirs = tuple(name for name in (*LATENT_PEERS, "fa3") if name in peers)
-
-    def choice(name: str, **fields: int) -> tuple[KernelChoice, ...]:
-        return (KernelChoice(ours[name], fields),) if name in ours else ()
-
+    choice = partial(_on_hopper, kernels)
     cases = []
     for b, s, t, h in MIX_SHAPES:
         chosen = (*choice(DESIGN), *choice("flash_mla"), *choice("flash_attention"))
         if s in MIX_8_BIT_S and h == COMMON.h and t == COMMON.t:
             chosen += choice(f"{DESIGN}_v5", n=t)
+        theirs = _among(peers, *LATENT_PEERS, "fa3")
         cases.append(Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, theirs))
     b, s, t, h = PREFIX_SHAPE
     chosen = (*choice(f"{DESIGN}_v6", prefix=PREFIX), *choice("flash_mla"))
-    latent = tuple(name for name in theirs if name in LATENT_PEERS)
-    return [*cases, Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, latent)]
+    shared = MlaProblem(b=b, s=s, t=t, h=h)
+    return [*cases, Case(shared, chosen, _among(peers, *LATENT_PEERS))]
 
 
 def prefix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     """Shared prefixes: read once in latent form or decompressed, beside copies and the peers."""
-    ours = {kernel.full_name: kernel for kernel in kernels if kernel.language == "cute-dsl"}
-    theirs = tuple(name for name in LATENT_PEERS if name in peers)
+    theirs = _among(peers, *LATENT_PEERS)
 
     def case(problem: MlaProblem, shared: SharedTokens) -> Case:
-        chosen = tuple(KernelChoice(ours[name]) for name in ("flash_mla",) if name in ours)
-        name, (tokens, *others) = f"{DESIGN}_v6", shared.tokens
-        if name in ours and tokens and not others:
-            chosen = (KernelChoice(ours[name], {"prefix": tokens}), *chosen)
-        return Case(problem, chosen, theirs, shared=shared if ours else None)
+        ours, (tokens, *others) = _on_hopper(kernels, "flash_mla"), shared.tokens
+        if tokens and not others:
+            ours = (*_on_hopper(kernels, f"{DESIGN}_v6", prefix=tokens), *ours)
+        return Case(problem, ours, theirs, shared=shared if ours else None)
 
     cases = [
         case(MlaProblem(b=b, s=s, t=prefix + own, h=h), SharedTokens(b, (prefix,)))
@@ -354,11 +356,10 @@ def sweep_cases(
     """The grid over the sizes; a size that is not given keeps that of `base`."""
     choices = tuple(KernelChoice(kernel) for kernel in kernels)
     names = [name for name in ("b", "h", "t", "s") if name in sizes]
-    cases = []
-    for values in product(*(sizes[name] for name in names)):
-        changes: dict[str, Any] = dict(zip(names, values, strict=True))
-        cases.append(Case(replace(base, **changes), choices, tuple(peers)))
-    return cases
+    grid: Iterable[dict[str, Any]] = (
+        dict(zip(names, values, strict=True)) for values in product(*map(sizes.__getitem__, names))
+    )
+    return [Case(replace(base, **changes), choices, tuple(peers)) for changes in grid]
 
 
 def window_cases(

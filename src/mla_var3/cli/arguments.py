@@ -360,11 +360,13 @@ def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
     The kernel may be `<kernel>:<language>`; it is None when the command line names none.
 
     Raises:
-        UsageError: there is no such kernel, version or language.
+        UsageError: there is no such kernel, version or language, or a language without a kernel.
     """
     language, rest = take_option(argv, "language")
     words, rest = leading_words(rest, 2)
     if not words:
+        if language is not None:
+            raise UsageError("--language: expected a kernel beside it, got none")
         return None, rest
     with usage_errors():
         return find_kernel(words[0], words[1] if len(words) > 1 else None, language), rest

@@ -118,13 +118,13 @@ def guarded(action: Callable[[], int]) -> int:
             raise
         print_error(_message(error))
         if isinstance(error, DeviceTimeoutError):
-            _leave_hung_device()
+            end_process()
         usage = isinstance(error, (UsageError, InvalidArgumentError))
         return EXIT_USAGE if usage else EXIT_FAILED
 
 
-def _leave_hung_device() -> None:
-    """End the process at once: its normal end would wait for the kernel that hangs."""
+def end_process() -> None:
+    """End the process at once: its normal end would wait for a kernel that hangs."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(EXIT_FAILED)

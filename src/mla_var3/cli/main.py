@@ -58,10 +58,9 @@ def _dispatch(argv: list[str]) -> int:
     words, rest = leading_words(argv, 1)
     if not words:
         parser = build_parser()
-        if argv:
-            parser.parse(argv)
+        parser.parse(argv)
         parser.print_help()
-        return 0 if not argv else 2
+        return 0
     (name,) = words
     with usage_errors():
         if name not in COMMANDS:

@@ -1,1 +1,1 @@
-"""Configuration that ships with the package: what is known about each GPU."""
+"""Configuration that ships with the package: devices, models, measured rates and energies."""

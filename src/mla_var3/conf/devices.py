@@ -41,9 +41,11 @@ KINDS: Final = {
 _LOG = logging.getLogger(__name__)
 
 _UNITS: Final = {
-    **dict.fromkeys(("peak_bfloat16_float32_tflops", "peak_float16_float32_tflops"), "TFLOP/s"),
-    **dict.fromkeys(("burst_bfloat16_float32_tflops", "burst_float16_float32_tflops"), "TFLOP/s"),
-    **dict.fromkeys(("steady_bfloat16_float32_tflops", "steady_float16_float32_tflops"), "TFLOP/s"),
+    **{
+        f"{kind}_{dtype}_float32_tflops": "TFLOP/s"
+        for kind in ("peak", "burst", "steady")
+        for dtype in ("bfloat16", "float16")
+    },
     "peak_dram_bw_GBps": "GB/s",
     "burst_dram_bw_GBps": "GB/s",
     "sm_count": "SM",
@@ -323,8 +325,9 @@ def _value(where: str, key: str, raw: object, path: str) -> Value:
     if set(raw) != set(_FIELDS):
         raise InvalidArgumentError(where, ", ".join(_FIELDS), ", ".join(sorted(raw)) or "nothing")
     kind, source, date = raw["kind"], raw["source"], raw["date"]
+    kinds = [known for known in KINDS if known != "given"]
     for name, right, expected in (
-        ("kind", kind in KINDS and kind != "given", " or ".join([*KINDS][:-1])),
+        ("kind", kind in kinds, " or ".join(kinds)),
         ("source", isinstance(source, str) and source.strip(), "the title of a source"),
         ("date", re.fullmatch(r"\d{4}(-\d{2}){0,2}", str(date)), "YYYY, YYYY-MM or YYYY-MM-DD"),
         ("unit", raw["unit"] == unit, repr(unit)),

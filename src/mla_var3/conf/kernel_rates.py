@@ -55,7 +55,11 @@ class KernelRates:
 
     def work_us(self, flops: float, moved_bytes: float) -> float:
         """Microseconds of so much work, evenly spread over the SMs."""
-        return _norm(flops / (self.tflops * 1e6), moved_bytes / (self.gbps * 1e3), self.overlap)
+        times = flops / (self.tflops * 1e6), moved_bytes / (self.gbps * 1e3)
+        least, most = sorted(times)
+        if self.overlap is None or most == 0.0:
+            return most
+        return float(most * (1.0 + (least / most) ** self.overlap) ** (1.0 / self.overlap))
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,6 @@ class EnergyRates:
     def least_us(self, joules: float) -> float:
         """Microseconds that an energy takes at the power limit."""
         return joules / self.power_limit_w * 1e6
-
-
-def _norm(first: float, second: float, exponent: float | None) -> float:
-    most = max(first, second)
-    if exponent is None or most == 0.0:
-        return most
-    least = min(first, second) / most
-    return float(most * (1.0 + least**exponent) ** (1.0 / exponent))
 
 
 def kernel_rates(

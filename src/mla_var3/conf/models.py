@@ -81,12 +81,23 @@ _WIDTH_KEYS: Final = {
     "v": ("v_head_dim", "attention_v_dim"),
 }
 """Keys of a Hugging Face config: those of DeepSeek, then those of openPangu."""
-_HEADS_KEY: Final = "num_attention_heads"
 
 
+@lru_cache(maxsize=1)
 def models() -> Mapping[str, Model]:
     """All models of the table by name."""
-    return _table()
+    text = (resources.files(__package__) / "models.json").read_text(encoding="utf-8")
+    found = {
+        name: Model(
+            name,
+            Widths(**{width: entry[width] for width in Widths._fields}),
+            entry["heads"],
+            entry["source"],
+            tuple(entry.get("aliases", ())),
+        )
+        for name, entry in json.loads(text).items()
+    }
+    return MappingProxyType(found)
 
 
 def model(name: str) -> Model:
@@ -98,11 +109,11 @@ def model(name: str) -> Model:
     if not isinstance(name, str):
         raise InvalidArgumentError("model", "the name of a model", repr(name))
     wanted = name.strip().lower()
-    for known in _table().values():
+    for known in models().values():
         if wanted in (known.name, *known.aliases):
             return known
     hint = "Of any other model give the widths, or the config.json (--config, read_config)"
-    raise UnknownNameError("model", name, _table(), hint)
+    raise UnknownNameError("model", name, models(), hint)
 
 
 def read_config(path: str | Path) -> Model:
@@ -125,7 +136,7 @@ def read_config(path: str | Path) -> Model:
     nested = config.get("text_config")
     if isinstance(nested, dict) and all(config.get(key) is None for key in _WIDTH_KEYS["k"]):
         config = nested
-    heads = _number(path, config, (_HEADS_KEY,), least=1)
+    heads = _number(path, config, ("num_attention_heads",), least=1)
     found: dict[str, int] = {}
     for name, keys in _WIDTH_KEYS.items():
         if name == "v" and all(config.get(key) is None for key in keys):
@@ -147,19 +158,3 @@ def _number(path: str | Path, config: Mapping[str, Any], keys: tuple[str, ...], 
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidArgumentError(f"{path}: {key}", f"an integer >= {least}", repr(value))
     return value
-
-
-@lru_cache(maxsize=1)
-def _table() -> Mapping[str, Model]:
-    text = (resources.files(__package__) / "models.json").read_text(encoding="utf-8")
-    found = {
-        name: Model(
-            name,
-            Widths(**{width: entry[width] for width in Widths._fields}),
-            entry["heads"],
-            entry["source"],
-            tuple(entry.get("aliases", ())),
-        )
-        for name, entry in json.loads(text).items()
-    }
-    return MappingProxyType(found)

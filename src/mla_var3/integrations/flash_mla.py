@@ -39,10 +39,11 @@ from mla_var3.attention.replay.key import (
     store_replay,
 )
 from mla_var3.attention.replay.replay import PointerReader, Replay
-from mla_var3.attention.request.checks import INDEX_DTYPES, require_int, require_tensor
+from mla_var3.attention.request.checks import INDEX_DTYPES, require_tensor
 from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.cache_formats import BYTE_DTYPES, FORMATS, CacheFormat
+from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.window.quantise import E4M3
 from mla_var3.runtime.cute.torch_fast import tensor_maker
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -104,6 +105,25 @@ class MlaPlan(KernelPlan):
             generator.manual_seed(self.seed)
         return [torch.randn(shape, generator=generator, device=device) for shape in shapes]
 
+    def check_inputs(
+        self, shapes: Mapping[str, str], inputs: Sequence[Tensor], **sizes: int
+    ) -> None:
+        """Check inputs: their sizes, dtypes and layouts, and that all are where the first one is.
+
+        Args:
+            shapes: sizes of each argument by letters, "bshd" for [b, s, h, d]. Lengths are int32,
+                LSEs float32, the others of the plan's dtype.
+            inputs: the tensors, in that order.
+            sizes: letters that are no sizes of the problem.
+        """
+        problem = self.problem()
+        for (name, letters), tensor in zip(shapes.items(), inputs, strict=True):
+            dtype = self.torch_dtype
+            if name.startswith(("lse", "lengths")):
+                dtype = torch.float32 if name.startswith("lse") else torch.int32
+            shape = [(x, sizes[x] if x in sizes else getattr(problem, x)) for x in letters]
+            check_tensor(name, tensor, shape, dtype, inputs[0].device)
+
     def latent_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         """Inputs of a latent kernel: q_latent, q_rope, c_kv, k_rope, lengths."""
         raw = self.make_inputs(device)
@@ -112,15 +132,12 @@ class MlaPlan(KernelPlan):
 
     def latent_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Check such inputs; returns the queries as rows, [b, s*h, k] and [b, s*h, p]."""
-        q_latent, q_rope, c_kv, k_rope, lengths = inputs
-        dtype, device = self.torch_dtype, q_latent.device
-        b, t = ("b", self.b), ("t", self.t)
-        rows = [b, ("s", self.s), ("h", self.h)]
-        check_tensor("q_latent", q_latent, [*rows, ("k", self.k)], dtype, device)
-        check_tensor("q_rope", q_rope, [*rows, ("p", self.p)], dtype, device)
-        check_tensor("c_kv", c_kv, [b, t, ("k", self.k)], dtype, device)
-        check_tensor("k_rope", k_rope, [b, t, ("p", self.p)], dtype, device)
-        check_tensor("lengths", lengths, [b], torch.int32, device)
+        shapes = {"q_latent": "bshk", "q_rope": "bshp", "c_kv": "btk", "k_rope": "btp"}
+        self.check_inputs({**shapes, "lengths": "b"}, inputs)
+        return self.query_rows(*inputs[:2])
+
+    def query_rows(self, q_latent: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries as rows, without a copy."""
         count = self.s * self.h
         return (
             require_view("q_latent", q_latent, self.b, count, self.k),

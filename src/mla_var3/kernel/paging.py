@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.runtime.tensors import check_tensor, require_view
+from mla_var3.runtime.tensors import check_tensor
 
 SPARE_PAGES = 3
 """Pages of no request, filled with NaN: a read out of bounds becomes visible."""
@@ -62,17 +62,10 @@ def dense_inputs(inputs: tuple[Tensor, ...], t: int) -> tuple[Tensor, ...]:
 def check_paged(plan: MlaPlan, page: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Check the inputs of a paged kernel; returns the queries as rows."""
     q_latent, q_rope, latent, rope, lengths, table = inputs
-    dtype, device = plan.torch_dtype, q_latent.device
-    rows = [("b", plan.b), ("s", plan.s), ("h", plan.h)]
-    check_tensor("q_latent", q_latent, [*rows, ("k", plan.k)], dtype, device)
-    check_tensor("q_rope", q_rope, [*rows, ("p", plan.p)], dtype, device)
-    check_pages(plan, page, latent, rope, table)
-    check_tensor("lengths", lengths, [("b", plan.b)], torch.int32, device)
-    count = plan.s * plan.h
-    return (
-        require_view("q_latent", q_latent, plan.b, count, plan.k),
-        require_view("q_rope", q_rope, plan.b, count, plan.p),
-    )
+    shapes = {"q_latent": "bshk", "q_rope": "bshp", "lengths": "b"}
+    plan.check_inputs(shapes, (q_latent, q_rope, lengths))
+    check_pages(plan, page, latent, rope, table, q_latent.device)
+    return plan.query_rows(q_latent, q_rope)
 
 
 def check_pages(
@@ -81,11 +74,21 @@ def check_pages(
     latent: Tensor,
     rope: Tensor,
     table: Tensor | None,
+    device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
-    """Check a pool of pages and its block table; `dtypes` of latent and rope, or the plan's."""
+    """Check a pool of pages and its block table.
+
+    Args:
+        plan: the plan that they are for.
+        page: tokens of a page.
+        latent: [pages, page, k].
+        rope: [pages, page, p].
+        table: [b, pages of a request] int32.
+        device: where the queries are.
+        dtypes: of latent and rope; None for the plan's.
+    """
     dtype, rope_dtype = dtypes or (plan.torch_dtype, plan.torch_dtype)
-    device = latent.device
     pages = [("pages", latent.shape[0]), ("page", page)]
     check_tensor("latent", latent, [*pages, ("k", plan.k)], dtype, device)
     check_tensor("rope", rope, [*pages, ("p", plan.p)], rope_dtype, device)
@@ -99,3 +102,5 @@ def check_pages(
         raise InvalidArgumentError(
             "table", "int32 with stride 1 in a row", f"{table.dtype} with strides {table.stride()}"
         )
+    if table.device != latent.device:
+        raise InvalidArgumentError("table", f"a tensor on {device}", f"one on {table.device}")

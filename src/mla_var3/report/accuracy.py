@@ -262,13 +262,13 @@ def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
                 colour = series_colour(name, _COLUMNS)
                 axis.plot(*zip(*points, strict=True), "o-", label=name, color=colour, markersize=4)
             log_axes(axis, sorted({row.t for row in rows}))
-            axis.set_title(f"{panel[0]} latents, {panel[1]}", loc="left", fontsize=10)
+            axis.set_title(f"{panel[0]} latents, {panel[1]}", fontsize=10, fontweight="normal")
         for axis in grid[-1]:
             axis.set_xlabel("tokens, t")
         for axis in grid[:, 0]:
             axis.set_ylabel("output error, %")
         handles, labels = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
         return save_figure(figure, path)
 
 

@@ -32,8 +32,8 @@ def line_plot(
         if log:
             log_axes(axis, sorted({x for points in series.values() for x, _ in points}))
         axis.set(xlabel=x_label, ylabel=y_label)
-        axis.set_title(title, loc="left", fontweight="bold")
-        axis.legend(frameon=False)
+        axis.set_title(title)
+        axis.legend()
         return save_figure(figure, path)
 
 
@@ -64,6 +64,6 @@ def bar_plot(
         axis.grid(visible=False, axis="x")
         axis.set_ylabel(y_label)
         axis.margins(y=0.12)
-        axis.set_title(title, loc="left", fontweight="bold")
-        axis.legend(frameon=False)
+        axis.set_title(title)
+        axis.legend()
         return save_figure(figure, path)

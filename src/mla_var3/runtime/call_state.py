@@ -77,6 +77,11 @@ class Table(dict[K, V], Generic[K, V]):
             self[key] = value
         return gone
 
+    def clear(self) -> None:
+        """Drop all entries, but not while another thread makes room for one."""
+        with self._lock:
+            super().clear()
+
 
 class PerThread(threading.local):
     """A dict for each thread. `CallState.clear` empties those of all threads."""

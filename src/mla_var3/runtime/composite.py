@@ -75,7 +75,7 @@ class ConcurrentKernels(Stage):
     validate_joint_tiling_fn: JointValidator | None = None
     stream_priorities: Sequence[int] = ()
     output_tensors: list[Tensor] = field(default_factory=list)
-    _streams: list[torch.cuda.Stream] = field(default_factory=list, repr=False)
+    _streams: list[torch.cuda.Stream] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self._name:

@@ -32,22 +32,12 @@ from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
 LANGUAGE = "cutile-dsl"
 
-_DTYPES = {
-    torch.bfloat16: ct.bfloat16,
-    torch.float16: ct.float16,
-    torch.float32: ct.float32,
-    torch.float64: ct.float64,
-    torch.float8_e4m3fn: ct.float8_e4m3fn,
-    torch.float8_e5m2: ct.float8_e5m2,
-    torch.bool: ct.bool_,
-    torch.int8: ct.int8,
-    torch.int16: ct.int16,
-    torch.int32: ct.int32,
-    torch.int64: ct.int64,
-    torch.uint8: ct.uint8,
-    torch.uint16: ct.uint16,
-    torch.uint32: ct.uint32,
-    torch.uint64: ct.uint64,
+_DTYPES = {torch.bool: ct.bool_} | {
+    getattr(torch, name): getattr(ct, name)
+    for name in (
+        *("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
 }
 _DISASSEMBLER = "tileirdisasm"
 _TMA_ALIGNMENT = 16
@@ -68,7 +58,7 @@ class CtKernel(KernelStage):
     grid_fn: Callable[[Any], Grid] = field(kw_only=True)
     args_fn: Callable[[Any], Sequence[Any]] = field(kw_only=True)
     _prepared: tuple[Any, tuple[Any, Grid, tuple[Any, ...]]] | None = field(
-        default=None, repr=False, kw_only=True
+        default=None, init=False, repr=False
     )
 
     language = LANGUAGE

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import importlib.metadata
 import logging
 import re
@@ -44,7 +45,7 @@ from mla_var3.runtime.cute.launch import (
     require_arch,
     short_entry,
 )
-from mla_var3.runtime.paths import traced_source_files
+from mla_var3.runtime.paths import LANGUAGE_DISTRIBUTIONS, traced_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
 __all__ = [
@@ -61,7 +62,7 @@ log = logging.getLogger(__name__)
 
 LANGUAGE = "cute-dsl"
 
-_DISTRIBUTION = "nvidia-cutlass-dsl"
+_DISTRIBUTION = LANGUAGE_DISTRIBUTIONS[LANGUAGE]
 _NUMBERS = {
     cute_arguments.INT32: cutlass.Int32,
     cute_arguments.INT64: cutlass.Int64,
@@ -97,13 +98,12 @@ class CuteKernel(KernelStage):
     host_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     args_fn: Callable[[Any], Sequence[Any]] | None = field(default=None, kw_only=True)
     requires_arch: str = field(default="", kw_only=True)
-    _prepared: tuple[Any, BoundLaunch] | None = field(default=None, repr=False, kw_only=True)
+    _prepared: tuple[Any, BoundLaunch] | None = field(default=None, init=False, repr=False)
 
     language = LANGUAGE
     runs_on_cpu = False
 
     def __post_init__(self) -> None:
-        self._prepared = None  # a copy must not launch with the arguments of the original
         if (self.host_fn is None) != (self.args_fn is None):
             missing = "args_fn" if self.args_fn is None else "host_fn"
             raise InvalidArgumentError(missing, "host_fn and args_fn together", "one of them")
@@ -182,10 +182,7 @@ class CuteKernel(KernelStage):
         return "the compile cache of CuTe DSL keeps its PTX and machine code"
 
     def source_files(self) -> list[Path]:
-        roots = [self.kernel_fn]
-        if self.host_fn is not None:
-            roots.append(self.host_fn)
-        return traced_source_files(*roots)
+        return traced_source_files(self.kernel_fn, *filter(None, [self.host_fn]))
 
     def _host_and_args(self, tiling: Any) -> tuple[Any, tuple[Any, ...]]:
         if self.host_fn is None or self.args_fn is None:
@@ -255,8 +252,10 @@ def _toolchain() -> str:
     return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)} for CUDA {cuda}"
 
 
-def _compile(key: ProgramKey, host: Any, kinds: Sequence[ArgumentKind]) -> CompiledProgram:
-    program = _compiled.get(key.digest) or cute_cache.read_entry(key)
+def _compile(
+    key: ProgramKey, host: Any, kinds: Sequence[ArgumentKind], *, again: bool = False
+) -> CompiledProgram:
+    program = None if again else _compiled.get(key.digest) or cute_cache.read_entry(key)
     if program is None:
         program = _trace_and_compile(key, host, kinds)
         cute_cache.write_entry(key, program)
@@ -342,14 +341,11 @@ def _placeholder(kind: ArgumentKind) -> Any:
     return _NUMBERS[kind.tag](0)
 
 
-_runtime_libraries: list[ctypes.CDLL] = []
-
-
-def _offer_runtime_symbols() -> None:
+@functools.cache
+def _offer_runtime_symbols() -> list[ctypes.CDLL]:
     """Load the DSL's runtime library: writing an object file links against it in the process."""
-    if not _runtime_libraries:
-        for path in find_runtime_libraries(enable_tvm_ffi=False):
-            _runtime_libraries.append(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
+    libraries = find_runtime_libraries(enable_tvm_ffi=False)
+    return [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in libraries]
 
 
 def _symbol_prefix(key: ProgramKey) -> str:
@@ -373,10 +369,7 @@ def _load(key: ProgramKey, host: Any, kinds: Sequence[ArgumentKind], device: int
         # A valid entry may not link, for example after an update of the system's libraries. It is
         # compiled again once.
         log.warning("%s: compiled again, %s", key.path, first_lines(error))
-        compiled = _trace_and_compile(key, host, kinds)
-        cute_cache.write_entry(key, compiled)
-        _compiled[key.digest] = compiled
-        function = _link(key, compiled)
+        function = _link(key, _compile(key, host, kinds, again=True))
     try:
         with torch.cuda.device(device):
             executor = function.to(None)

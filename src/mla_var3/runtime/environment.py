@@ -34,12 +34,11 @@ _TOOLKITS = {"cutile-dsl": ("cuda-tile", "tileiras", "ptxas"), "cute-dsl": ("cut
 """What decides the machine code of a kernel, per language."""
 
 _DISTRIBUTIONS = {
-    "cuda-tile": "cuda-tile",
     "tileiras": "nvidia-cuda-tileiras",
     "ptxas": "nvidia-cuda-nvcc",
     "cutlass-dsl": "nvidia-cutlass-dsl",
-    "torch": "torch",
 }
+"""The distribution that a version is read from, where its name is another one."""
 
 _SMI_FIELDS = {
     "driver_version": "driver",
@@ -144,7 +143,7 @@ def run_tool(*command: str | Path) -> str | None:
 
 @functools.cache
 def _version(name: str) -> str | None:
-    found = installed(_DISTRIBUTIONS[name])
+    found = installed(_DISTRIBUTIONS.get(name, name))
     if found is not None or name not in ("tileiras", "ptxas"):
         return found
     tool = find_tool(name)

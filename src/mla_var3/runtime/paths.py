@@ -13,10 +13,9 @@ import importlib.util
 import inspect
 import logging
 import os
-import pkgutil
 import re
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -101,11 +100,11 @@ def kernel_id_of_module(module: str) -> KernelId | None:
     parts = module.split(".")
     if len(parts) < 7 or ".".join(parts[:2]) != KERNEL_PACKAGE:
         return None
-    languages = {package: key for key, package in LANGUAGES.items()}
-    language, layer, design, full_name = parts[2], parts[3], parts[4], parts[5]
-    if language not in languages:
-        return None
-    return KernelId(design, split_full_name(full_name)[1], languages[language], layer)
+    package, layer, design, full_name = parts[2:6]
+    for language, folder in LANGUAGES.items():
+        if folder == package:
+            return KernelId(design, split_full_name(full_name)[1], language, layer)
+    return None
 
 
 def module_of(kind: type) -> str:
@@ -121,12 +120,11 @@ def discover_kernels() -> list[KernelId]:
     root = _kernel_root()
     found = []
     for language, package in LANGUAGES.items():
-        for layer in _subpackages(root / package):
-            for design in _subpackages(root / package / layer):
-                for version in _subpackages(root / package / layer / design):
-                    owner, number = split_full_name(version)
-                    if owner == design:
-                        found.append(KernelId(design, number, language, layer))
+        for file in (root / package).glob("*/*/*/__init__.py"):
+            layer, design, version, _ = file.relative_to(root / package).parts
+            owner, number = split_full_name(version)
+            if owner == design:
+                found.append(KernelId(design, number, language, layer))
     return sorted(found)
 
 
@@ -150,23 +148,17 @@ def targets_in(source: str) -> tuple[str, ...]:
     """The `targets` that a module's source assigns; all where it assigns none."""
     targets = TARGETS
     for node in ast.walk(ast.parse(source)):
-        names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        names = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
         if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
-            try:
-                targets = tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-            except (ValueError, TypeError):
-                continue
+            with suppress(ValueError, TypeError):  # no literal
+                targets = tuple(ast.literal_eval(node.value))
     return targets
 
 
 def _kernel_root() -> Path:
     return Path(importlib.import_module(KERNEL_PACKAGE).__path__[0])
-
-
-def _subpackages(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        return []
-    return [info.name for info in pkgutil.iter_modules([str(folder)]) if info.ispkg]
 
 
 def find_kernel(name: str, version: str | None = None, language: str | None = None) -> KernelId:
@@ -183,17 +175,17 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
         InvalidArgumentError: the name and the other arguments contradict each other.
     """
     name, *suffixes = name.split(":")
-    for suffix in suffixes:
+    for suffix in map(_version_text, suffixes):
         if suffix in LANGUAGES:
             language = _agreeing("language", language, suffix)
         else:
-            version = _agreeing("version", version, suffix)
+            version = _agreeing("version", version and _version_text(version), suffix)
     if language is not None and language not in LANGUAGES:
         raise UnknownNameError("language", language, LANGUAGES)
     kernels = discover_kernels()
     design, number = split_full_name(name)
     offered = sorted({k.language for k in kernels if k.design == design})
-    text = _version_text(version, number)
+    text = f"v{number}" if version is None else _version_text(version)
     having = sorted({k.language for k in kernels if k.design == design and k.version == text})
     if language is None:
         sole = offered if len(offered) == 1 else having
@@ -205,8 +197,8 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
     versions = {k.version: k for k in kernels if k.design == design and k.language == language}
     if number and text != f"v{number}":
         raise InvalidArgumentError("version", f"v{number}, as {name} says, or none", version)
-    if text not in versions and text[1:].isdigit():
-        text = f"v{split_full_name(current_name(f'{design}_{text}', language))[1]}"
+    if text not in versions:
+        text = current_name(f"{design}_{text}", language).removeprefix(f"{design}_")
     if text not in versions:
         hint = "v0 is the base version"
         if having:
@@ -215,10 +207,8 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
     return versions[text]
 
 
-def _version_text(version: str | None, number: int) -> str:
-    """The version that a user typed as discovered kernels have it; other words stay as they are."""
-    if version is None:
-        return f"v{number}"
+def _version_text(version: str) -> str:
+    """A version that a user typed as discovered kernels have it; other words stay as they are."""
     if version == "base":
         return "v0"
     return f"v{version}" if version.isdigit() else version
@@ -306,9 +296,9 @@ def _files_reached(
 def _imported_modules(module: ModuleType) -> Iterator[ModuleType]:
     """The loaded kernel modules that a module's import statements name."""
     package = module.__package__ or ""
-    inside = tuple({f"{KERNEL_PACKAGE}.", f"{package}." if package else f"{KERNEL_PACKAGE}."})
-    if _is_of_another_room(module.__name__):
-        inside = (f"{KERNEL_PACKAGE}.",)
+    inside: tuple[str, ...] = (f"{KERNEL_PACKAGE}.",)
+    if package and not _is_of_another_room(module.__name__):
+        inside += (f"{package}.",)
     for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -379,15 +369,13 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """
     content = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        # Not by `tempfile`, whose files are private to the user.
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes private files; the result gets what a plain open would have given it.
-        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -420,10 +408,3 @@ def output_folder(path: Path) -> Iterator[Path]:
         with suppress(OSError):  # the first that is not empty ends it
             for folder in made:
                 folder.rmdir()
-
-
-def _umask() -> int:
-    """The process's file mode mask; there is no way to read it without setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -58,7 +58,7 @@ class Target:
 
     @classmethod
     def of_code(cls, code: str, here: DeviceSpec) -> Target:
-        """A compile target with a device that has it."""
+        """A compile target with a device that has it, or with `here` where none is known."""
         known = (here, *load_devices().values())
         return cls(code, next((spec for spec in known if spec.target == code), here))
 
@@ -200,40 +200,30 @@ class KernelPlan(ABC):
         Tilings that are still the default of their class become the default for that target and
         shape; a tiling that a user chose, or pinned, stays as it is.
         """
-        chosen = self.copy(target=target)
-        chosen._set_default_tilings()
-        if target.device is not None:
-            chosen._set_model_fields(*target.rates(plan_dtype(chosen)))
-        return chosen
+        chosen = self.copy(target=target)._with_default_tilings()
+        return chosen if target.device is None else chosen.on_device(target.device)
 
     def for_target(self, code: str) -> Self:
-        """`resolved` for a compile target alone: no field is left to a model of a device."""
-        chosen = self.copy(target=dataclasses.replace(self.target, code=code))
-        chosen._set_default_tilings()
-        return chosen
+        """A copy with the tilings for a compile target; fields left to the model stay so."""
+        return self.copy(target=dataclasses.replace(self.target, code=code))._with_default_tilings()
 
     def on_device(self, spec: DeviceSpec) -> Self:
         """`resolved` for a device without touching the tilings or the compile target."""
-        chosen = self.copy(target=dataclasses.replace(self.target, device=spec))
-        chosen._set_model_fields(*chosen.target.rates(plan_dtype(chosen)))
-        return chosen
+        target = dataclasses.replace(self.target, device=spec)
+        return self.copy(target=target).resolve(*target.rates(plan_dtype(self)))
 
     def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
         """The plan with every field that is left to the model set, by these rates."""
         changes = self._model_fields(peak_tflops, peak_gbps)
         return self.copy(**changes) if changes else self
 
-    def _set_default_tilings(self) -> None:
-        for name, tiling in self.tiling_fields().items():
-            if name in self.pinned or tiling != type(tiling)():
-                continue
-            better = self._default_tiling(name)
-            if better is not None:
-                setattr(self, name, better)
-
-    def _set_model_fields(self, peak_tflops: float, peak_gbps: float) -> None:
-        for name, value in self._model_fields(peak_tflops, peak_gbps).items():
-            setattr(self, name, value)
+    def _with_default_tilings(self) -> Self:
+        chosen = {
+            name: self._default_tiling(name) or tiling
+            for name, tiling in self.tiling_fields().items()
+            if name not in self.pinned and tiling == type(tiling)()
+        }
+        return self.copy(**chosen)
 
     # -- identity and parameters -----------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def check_tensor(
         )
     element = tensor.element_size()
     for stride, (label, size) in zip(tensor.stride()[:-1], shape[:-1], strict=True):
-        if size > 1 and (stride * element) % ALIGNMENT_BYTES and tensor.ndim > 1 and element == 2:
+        if size > 1 and (stride * element) % ALIGNMENT_BYTES and element == 2:
             raise InvalidArgumentError(
                 name,
                 f"a stride of dimension {label} that is a multiple of {ALIGNMENT_BYTES} bytes",

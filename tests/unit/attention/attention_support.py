@@ -11,6 +11,7 @@ from mla_var3.attention.backends import registry
 from mla_var3.attention.cache.copies import Window
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.op.compare import compare
+from mla_var3.op.mla.cache_formats import PER_TENSOR, CacheFormat, QuantisedCache, quantise
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -46,6 +47,46 @@ def make_model(
     )
 
 
+def attended(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request in float64: queries [s, h, x], keys and values [h, m, ...], visible [s, m]."""
+    logits = torch.einsum("shx,hmx->shm", q.double(), keys.double()) * scale
+    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
+    held = visible.any(0)[None, :, None]
+    values = torch.where(held, values.double(), 0.0)
+    return torch.einsum("shm,hmd->shd", weights, values), lse
+
+
+def visible_tokens(
+    s: int,
+    m: int,
+    *,
+    causal: bool = True,
+    tree: torch.Tensor | None = None,
+    end: int | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Which of m tokens each of the s newest queries sees, bool `[s, m]`.
+
+    `end` is the length of the whole request when the tokens are only its first part.
+    """
+    end = m if end is None else end
+    visible = torch.ones((s, m), dtype=torch.bool)
+    for i in range(s):
+        first_hidden = max(0, end - s + i + 1)
+        if causal:
+            visible[i, first_hidden:] = False
+        if sliding_window is not None:
+            visible[i, : max(0, first_hidden - sliding_window)] = False
+        for draft in range(s):
+            if tree is not None and 0 <= end - s + draft < m and not tree[i, draft]:
+                visible[i, end - s + draft] = False
+    return visible
+
+
 def oracle(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -53,38 +94,19 @@ def oracle(
     rope: torch.Tensor,
     model: Model,
     *,
-    causal: bool = True,
     scale: float | None = None,
-    tree: torch.Tensor | None = None,
-    end: int | None = None,
-    sliding_window: int | None = None,
+    **masks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request in float64: queries `[s, h, ...]` over its tokens `[m, ...]`.
 
-    `end` is the length of the whole request when the tokens are only its first part.
+    The masks are those of `visible_tokens`.
     """
-    s, m = q_nope.shape[0], latent.shape[0]
-    end = m if end is None else end
-    latent, rope = latent.double(), rope.double()
-    keys = torch.einsum("mk,hdk->hmd", latent, model.w_uk.double())
-    values = torch.einsum("mk,hkd->hmd", latent, model.w_uv.double())
-    logits = torch.einsum("shd,hmd->shm", q_nope.double(), keys)
-    logits = logits + torch.einsum("shp,mp->shm", q_rope.double(), rope)
-    logits = logits * ((q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale)
-    hidden = torch.zeros((s, m), dtype=torch.bool)
-    for i in range(s):
-        first_hidden = max(0, end - s + i + 1)
-        if causal:
-            hidden[i, first_hidden:] = True
-        if sliding_window is not None:
-            hidden[i, : max(0, first_hidden - sliding_window)] = True
-        for draft in range(s):
-            if tree is not None and 0 <= end - s + draft < m and not tree[i, draft]:
-                hidden[i, end - s + draft] = True
-    logits = logits.masked_fill(hidden[:, None], -torch.inf)
-    lse = torch.logsumexp(logits, -1) if m else logits.new_full(logits.shape[:2], -torch.inf)
-    weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
-    return torch.einsum("shm,hmd->shd", weights, values), lse
+    keys = torch.einsum("mk,hdk->hmd", latent.double(), model.w_uk.double())
+    values = torch.einsum("mk,hkd->hmd", latent.double(), model.w_uv.double())
+    keys = torch.cat([keys, rope.double().expand(len(keys), -1, -1)], -1)
+    q = torch.cat([q_nope, q_rope], -1)
+    visible = visible_tokens(len(q), len(latent), **masks)
+    return attended(q, keys, values, visible, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def latent_oracle(
@@ -92,12 +114,16 @@ def latent_oracle(
     q_rope: torch.Tensor,
     latent: torch.Tensor,
     rope: torch.Tensor,
-    **more: object,
+    *,
+    scale: float | None = None,
+    **masks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in the latent space: identity weights make every head's keys the latent rows."""
-    h, k = q_latent.shape[1], q_latent.shape[2]
-    identity = torch.eye(k).expand(h, k, k)
-    return oracle(q_latent, q_rope, latent, rope, Model(identity, identity), **more)  # type: ignore[arg-type]
+    """The same in the latent space, where the rows are the keys of every head."""
+    q = torch.cat([q_latent, q_rope], -1)
+    keys = torch.cat([latent, rope], -1).expand(q.shape[1], -1, -1)
+    visible = visible_tokens(len(q), len(latent), **masks)
+    values = keys[..., : latent.shape[-1]]
+    return attended(q, keys, values, visible, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def assert_close(
@@ -204,6 +230,23 @@ def poison_window(window: Window) -> None:
             part.view(torch.uint8).fill_(0xFF)
         elif part is not None:
             part.fill_(torch.nan)
+
+
+def pool_in_8_bits(
+    latent: torch.Tensor, rope: torch.Tensor, fmt: CacheFormat, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, QuantisedCache]:
+    """Tokens `[pages, page, ...]` as the bytes of a pool, and what they were rounded to.
+
+    Rows of NaN have bytes of NaN in every part, scales too.
+    """
+    k, p = latent.shape[-1], rope.shape[-1]
+    pool = torch.full((*latent.shape[:2], fmt.row_bytes(k, p)), 0xFF, dtype=torch.uint8)
+    parts, values = fmt.parts(pool, k, p), quantise(latent, rope, fmt, scale)
+    used = ~latent.isnan().all(-1)
+    for part in ("latent", "rope") if fmt is PER_TENSOR else ("latent", "rope", "scales"):
+        stored, new = getattr(parts, part), getattr(values, part)
+        stored.view(torch.uint8)[used] = new.view(torch.uint8)[used]
+    return pool, values
 
 
 def random_parents(generator: torch.Generator, *shape: int) -> torch.Tensor:

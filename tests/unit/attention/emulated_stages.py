@@ -19,6 +19,8 @@ from mla_var3.op.mla.window.packed import PackedWindow, unpack_window
 from mla_var3.op.mla.window.quantise import dequantise
 from mla_var3.runtime.paths import find_kernel
 
+from .attention_support import attended
+
 ARGUMENTS = {
     "flash_mla": LATENT_FIELDS,
     "decompressed_attention": DecompressedArguments._fields,
@@ -37,12 +39,9 @@ def backend(kernel: str) -> PlannedBackend:
 
 def stage_of(kernel: str, task: AttentionTask) -> Any:
     """The stage that such a kernel builds for a call on an H200."""
-    shape = task.shape()
-    assert backend(kernel).unsupported(shape) is None
-    found = find_kernel(kernel, language="cute-dsl")
-    service = service_of(found)
-    assert service is not None
-    plan = planned(found, shape, "NVIDIA H200")
+    shape, found = task.shape(), backend(kernel)
+    assert found.unsupported(shape) is None
+    plan, service = planned(found._id, shape, "NVIDIA H200"), found._service
     return service.build(plan, shape, service.operands(task, shape, plan))
 
 
@@ -71,19 +70,6 @@ def named_arguments(kernel: Any, tiling: Any = None) -> dict[str, Any]:
     """Arguments of a kernel's host entry by name."""
     arguments = kernel.args_fn(tiling or kernel.tiling)
     return dict(zip(ARGUMENTS[kernel.name], arguments, strict=True))
-
-
-def attended(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request: queries [s, h, x], keys and values [h, m, ...], visible [s, m]."""
-    logits = torch.einsum("shx,hmx->shm", q.double(), keys.double()) * scale
-    logits = logits.masked_fill(~visible[:, None], -torch.inf)
-    lse = torch.logsumexp(logits, -1)
-    weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
-    held = visible.any(0)[None, :, None]
-    values = torch.where(held, values.double(), 0.0)
-    return torch.einsum("shm,hmd->shd", weights, values), lse
 
 
 def scale_of(named: dict[str, Any]) -> float:

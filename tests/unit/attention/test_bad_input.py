@@ -100,6 +100,10 @@ def test_parents_are_a_tensor_of_indices(parents, message):
     [
         ({"k_new": torch.ones(3)}, "cache.k_new: expected [b=2, h=2, n, d=6], got [3]"),
         ({"k_new": torch.ones(B, H, 3, D)}, "cache.v_new: expected a tensor [b=2, h=2, n=3, v=6]"),
+        (
+            {**WINDOW, "v_new": torch.ones(B, H, 3, D + 1)},
+            "cache.v_new: expected [b=2, h=2, n=3, v=6], got [2, 2, 3, 7]",
+        ),
         ({"v_new": torch.ones(B, H, 3, D)}, "cache.k_new: expected one beside its other"),
         (
             {"window_start": torch.zeros(B).int()},

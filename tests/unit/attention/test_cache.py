@@ -84,6 +84,17 @@ def test_a_budget_is_used_and_kept(page_size, window):
         assert used + step * (K + P) * 4 + 4 > budget
 
 
+def test_a_budget_buys_no_pages_that_no_request_can_hold():
+    """The pages of a shared prefix are there once."""
+    options = {"page_size": 64, "prefix": 256}
+    bought, needed = (
+        make_cache(4, 320, **options, budget_bytes=10**8),
+        make_cache(4, 320, **options),
+    )
+    assert bought.sizes() == needed.sizes()
+    assert bought.sizes().tokens == 256 + 4 * 64
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -236,6 +247,10 @@ def test_a_prefix_is_shared_and_stays(generator):
         weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}
         with pytest.raises(InvalidArgumentError, match="prefix: expected set_prefix before"):
             cache.append(*rows(1, 1), **weights)
+        cache.evict([0])
+        cache.truncate([0, 1])
+        cache.fork(0, into=[1])
+        assert cache.lengths.tolist() == [0, 0]  # there is no prefix yet that could stay
         cache.set_prefix(latent[0], rope[0], **weights)
         cache.append(*rows(70, 70), [70, 0], **weights)
         assert held(cache) == [[*range(64), *range(70)], list(range(64))]
@@ -273,6 +288,8 @@ def test_a_prefix_is_shared_and_stays(generator):
         (lambda c: c.append(*rows(2, 2), w_uk=W_UK, w_uv=W_UK), r"w_uv: .* got \[2, 4, 3\]"),
         (lambda c: c.truncate([1, 2], w_uk=W_UK), "w_uk: .* or neither, got one of them"),
         (lambda c: c.truncate([1, 2], w_uk=W_UK[0], w_uv=W_UV), r"w_uk: .* got \[4, 3\]"),
+        (lambda c: c.truncate([1, 2], w_uk=W_UK, w_uv=W_UV, most=-1), "most: .* >= 0, got -1"),
+        (lambda c: c.refill(W_UK, W_UV, 1.5), "most: expected an integer >= 0, got 1.5"),
         (lambda c: c.evict([2]), r"requests\[0\]: expected a number from 0 to b-1=1, got 2"),
         (lambda c: c.evict(torch.tensor([0, -1])), r"requests\[1\]: expected .* b-1=1, got -1"),
         (lambda c: c.truncate([0, -1]), r"counts\[1\]: expected a number from 0 to .*, got -1"),
@@ -282,10 +299,12 @@ def test_a_prefix_is_shared_and_stays(generator):
 )
 def test_wrong_changes(change, message):
     cache = make_cache(2, window=4)
+    cache.append(*rows(3, 3), **marked(3, 3))
+    before = held(cache), ring(cache)
     with pytest.raises(InvalidArgumentError, match=message):
         change(cache)
-    assert cache.lengths.tolist() == [0, 0]
-    assert not cache.buffer.any()
+    assert (held(cache), ring(cache)) == before
+    assert before[0] == [[0, 1, 2], [1000, 1001, 1002]]
 
 
 @pytest.mark.parametrize(("page_size", "steps"), [(None, 400), (64, 1500)])

@@ -113,13 +113,16 @@ def test_the_output_alone_and_into_a_given_tensor(generator):
     same = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, out=out)
     assert same is out
     assert torch.equal(out, alone)
-    packed = torch.empty(6, 2, 6)
     bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
-    mla_attention(
-        q_nope.flatten(0, 1), q_rope.flatten(0, 1), cache, model.w_uk, model.w_uv, out=packed,
-        cu_seqlens_q=bounds,
-    )  # fmt: skip
-    torch.testing.assert_close(packed.view_as(alone), alone)
+    packed = {"cu_seqlens_q": bounds}
+    for options in ({}, {"batch_invariant": True}, packed, {**packed, "batch_invariant": True}):
+        apart = torch.full((2, 4, 2, 6), torch.nan)  # with rows between those of the output
+        out, queries = apart[:, :3], (q_nope, q_rope)
+        if "cu_seqlens_q" in options:
+            out, queries = apart.view(8, 2, 6)[:6], (q_nope.flatten(0, 1), q_rope.flatten(0, 1))
+        found = mla_attention(*queries, cache, model.w_uk, model.w_uv, out=out, **options)
+        assert found is out and int(apart.isnan().all(-1).sum()) == 4
+        torch.testing.assert_close(out.reshape(alone.shape), alone)
 
 
 def test_latent_attention(generator):
@@ -265,6 +268,23 @@ def test_a_foreign_window_without_its_start_is_full(generator):
     q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
     output, lse = mla_attention(
         q_nope, q_rope, view, model.w_uk, model.w_uv, kernel="mla_var6_plus", return_lse=True
+    )
+    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
+
+
+@pytest.mark.parametrize("kernel", ["torch_tiled", "flash_attention", "mla_var6_plus"])
+def test_a_foreign_ring_as_long_as_the_cache_may_lack_tokens(kernel, generator):
+    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
+    cache, tokens = filled_cache(
+        generator, [60, 21], model, p=16, t=70, dtype=torch.bfloat16, window=70
+    )
+    view = replace(cache.view(), window_start=torch.tensor([40, 5], dtype=torch.int32))
+    assert view.k_new is not None and view.v_new is not None
+    for request, start in enumerate((40, 5)):
+        view.k_new[request, :, :start] = view.v_new[request, :, :start] = 9.0
+    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+    output, lse = mla_attention(
+        q_nope, q_rope, view, model.w_uk, model.w_uv, kernel=kernel, return_lse=True
     )
     require_oracle(output, lse, (q_nope, q_rope), tokens, model)
 

@@ -177,10 +177,12 @@ def test_a_bound_on_the_lengths_within_the_ring(model, generator):
 
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("window", [0, 64, 256])
-def test_a_whole_copy_or_one_made_by_the_call(page_size, window, model, generator):
+def test_a_whole_copy_or_one_made_by_the_call(page_size, window, model, generator, monkeypatch):
     cache, tokens = cache_and_tokens(
-        generator, [200, 40, 0], model, page_size=page_size, window=window
+        generator, [209, 40, 0], model, page_size=page_size, window=window
     )
+    cache.truncate([9, 0, 0])  # a ring with a slot for every token lacks none after that
+    tokens[0] = tokens[0][:200]
     for options in ({}, {"max_kv": 201}):
         task = task_on(cache, model, generator, **options)
         stage = stage_of("flash_attention", task)
@@ -190,6 +192,9 @@ def test_a_whole_copy_or_one_made_by_the_call(page_size, window, model, generato
         )
         assert copied is (window < 256)
         require_right(attend("flash_attention", task), task, tokens, model)
+    with monkeypatch.context() as patch:  # operators of a traced program get tensors alone
+        patch.setattr("torch.compiler.is_compiling", lambda: True)
+        assert (replace(cache.view()).full_copy() is None) is (window < 256)
 
 
 def test_a_whole_ring_has_nothing_of_a_prefix(model, generator):

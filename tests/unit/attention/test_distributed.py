@@ -73,11 +73,12 @@ def shared_tokens(rank: int, world: int) -> None:
         expected, expected_lse = on_one_process(**options)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(lse, expected_lse)
-    with pytest.raises(InvalidArgumentError, match="lengths: expected none"):
-        kv_parallel_attention(
-            x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
-            total_lengths=x["lengths"], share=share, lengths=x["lengths"],
-        )  # fmt: skip
+    for name, value in {"lengths": x["lengths"], "out": x["q_nope"], "shards": 2}.items():
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected none where ranks"):
+            kv_parallel_attention(
+                x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
+                total_lengths=x["lengths"], share=share, **{name: value},
+            )  # fmt: skip
 
 
 def in_a_subgroup(rank: int, world: int) -> None:

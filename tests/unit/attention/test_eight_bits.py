@@ -27,6 +27,7 @@ from .attention_support import (
     make_model,
     normal,
     oracle,
+    pool_in_8_bits,
     registered,
 )
 
@@ -109,6 +110,25 @@ def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, mode
 
 
 @FORMAT
+def test_copies_without_rope_keys_of_their_own(name, model, generator):
+    """Rope keys are then dequantised to the dtype of the queries, as the other tiles are."""
+    cache, _ = filled_cache(
+        generator, [90, 66], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16,
+        prefix=20,
+    )  # fmt: skip
+    copies = ("k_new", "v_new", "k_prefix", "v_prefix")
+    half = {part: getattr(cache.view(), part).half() for part in copies}
+    view = replace(cache.view(), **half, k_rope_new=None, k_rope_prefix=None)
+    q = [each.half() for each in queries(generator, 2, 3)]
+    weights = model.w_uk.half(), model.w_uv.half()
+    output, lse = mla_var3.mla_attention(*q, view, *weights, return_lse=True)
+    for tiles in (torch_tiled._ring_tiles, torch_tiled._prefix_tiles):
+        assert {keys.dtype for keys, _, _ in tiles(view, torch.float16)} == {torch.float16}
+    wanted = mla_var3.mla_attention(*q, view.without_copies(), *weights, return_lse=True)
+    torch.testing.assert_close((output, lse), wanted, rtol=5e-2, atol=5e-2)
+
+
+@FORMAT
 def test_refill_reads_the_rounded_tokens(name, model, generator):
     cache, _ = filled_cache(
         generator, [40], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16
@@ -127,13 +147,9 @@ def test_refill_reads_the_rounded_tokens(name, model, generator):
 def test_the_pool_of_an_engine(name, batch_invariant, generator):
     """Latent attention, packed queries, pages in any order, float16 queries, a scale of its own."""
     form = cache_format(name)
-    rows = normal(generator, 6 * 64, K + P, dtype=torch.bfloat16)
+    rows = normal(generator, 6, 64, K + P, dtype=torch.bfloat16)
     scale = torch.tensor([0.25]) if form.scale_columns is None else None
-    pool = torch.full((6, 64, form.row_bytes(K, P)), 0xFF, dtype=torch.uint8)
-    parts, values = form.parts(pool, K, P), quantise(rows[:, :K], rows[:, K:], form, scale)
-    for part in ("latent", "rope") + (() if scale is not None else ("scales",)):
-        target, new = getattr(parts, part), getattr(values, part)
-        target.view(torch.uint8).copy_(new.view(torch.uint8).view(*target.shape[:2], -1))
+    pool, values = pool_in_8_bits(rows[..., :K], rows[..., K:], form, scale)
     table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
     view = paged_view(pool, table, torch.tensor([100, 64]), k=K, format=name, scale=scale)
     assert view.latent.data_ptr() == pool.data_ptr()
@@ -142,7 +158,7 @@ def test_the_pool_of_an_engine(name, batch_invariant, generator):
     output, lse = mla_var3.mla_latent_attention(
         q_latent, q_rope, view, cu_seqlens_q=bounds, batch_invariant=batch_invariant, scale=0.1
     )
-    worth = torch.cat(dequantise(values, torch.float64), dim=-1).view(6, 64, -1)
+    worth = torch.cat(dequantise(values, torch.float64), dim=-1)
     for request, held in enumerate((worth[[4, 1]].flatten(0, 1)[:100], worth[3])):
         own = slice(int(bounds[request]), int(bounds[request + 1]))
         expected = latent_oracle(q_latent[own], q_rope[own], held[:, :K], held[:, K:], scale=0.1)

@@ -22,7 +22,13 @@ from mla_var3.op.mla.cache_formats import (
     quantise,
 )
 
-from .attention_support import ancestors_by_walking, assert_close, latent_oracle, random_parents
+from .attention_support import (
+    ancestors_by_walking,
+    assert_close,
+    latent_oracle,
+    pool_in_8_bits,
+    random_parents,
+)
 
 KERNELS = ("flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl")
 LENGTHS = (130, 47, 0, 64)
@@ -78,13 +84,8 @@ class Call:
     def _store_in_8_bits(self, fmt: CacheFormat) -> None:
         """The same cache in bytes; `tokens` become what it is worth. A NaN row has NaN scales."""
         view, scale = self.cache, torch.tensor([0.013]) if fmt is PER_TENSOR else None
-        width = fmt.row_bytes(self.k, view.rope.shape[-1])
-        pool = torch.full((*view.latent.shape[:2], width), 0xFF, dtype=torch.uint8)
+        pool, _ = pool_in_8_bits(view.latent, view.rope, fmt, scale)
         parts = fmt.parts(pool, self.k, view.rope.shape[-1], scale)
-        values, used = quantise(view.latent, view.rope, fmt, scale), ~view.latent.isnan().all(-1)
-        for part in ("latent", "rope") + (() if scale is not None else ("scales",)):
-            stored, new = getattr(parts, part), getattr(values, part)
-            stored.view(torch.uint8)[used] = new.view(torch.uint8)[used]
         self.cache = CacheView(
             parts.latent, parts.rope, view.lengths, view.block_table, scales=parts.scales
         )
@@ -98,6 +99,16 @@ class Call:
     @property
     def bounds(self) -> torch.Tensor:
         return torch.tensor((0, *self.counts)).cumsum(0).to(torch.int32)
+
+    def packing(self) -> dict[str, Any]:
+        """The options of packed queries, where requests have different numbers of them."""
+        if len(set(self.counts)) == 1:
+            return {}
+        return {"cu_seqlens_q": self.bounds, "max_q": max(self.counts)}
+
+    def random_trees(self, generator: torch.Generator) -> torch.Tensor:
+        parents = random_parents(generator, len(self.counts), max(self.counts)).tolist()
+        return torch.stack([ancestors_by_walking(row) for row in parents])
 
     def run(self, kernel: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE as [tokens, h, ...]."""
@@ -149,11 +160,7 @@ def test_packed_queries(kernel, page, max_q, generator):
 def test_trees(kernel, page, counts, generator):
     """33 drafts reach over several KV tiles, so that later row tiles also mask earlier ones."""
     call = Call(generator, counts=counts, page=page)
-    s = max(counts)
-    parents = random_parents(generator, 4, s)
-    tree = torch.stack([ancestors_by_walking(row) for row in parents.tolist()])
-    options = {} if len(set(counts)) == 1 else {"cu_seqlens_q": call.bounds, "max_q": s}
-    call.check(kernel, tree, **options)
+    call.check(kernel, call.random_trees(generator), **call.packing())
 
 
 @pytest.mark.parametrize("kernel", (*KERNELS, "torch_tiled"))
@@ -170,8 +177,7 @@ def test_sliding_windows(kernel, page, window, counts, causal, generator):
         freed = max(len(tokens) - count + 1 - window, 0)
         if table is not None and page is not None:
             table[request, : freed // page] = 0  # a page of NaN
-    options = {} if len(set(counts)) == 1 else {"cu_seqlens_q": call.bounds, "max_q": max(counts)}
-    call.check(kernel, causal=causal, sliding_window=window, **options)
+    call.check(kernel, causal=causal, sliding_window=window, **call.packing())
 
 
 @FORMAT
@@ -182,13 +188,9 @@ def test_sliding_windows(kernel, page, window, counts, causal, generator):
 def test_8_bit_caches(cache_dtype, kernel, page, case, generator):
     counts = (7, 1, 0, 5) if case in ("packed", "tree") else (3, 3, 3, 3)
     call = Call(generator, counts=counts, k=512, page=page, cache_dtype=cache_dtype)
-    tree, options = None, {}
-    if case in ("packed", "tree"):
-        options = {"cu_seqlens_q": call.bounds, "max_q": max(counts)}
-    if case == "tree":
-        parents = random_parents(generator, len(counts), max(counts)).tolist()
-        tree = torch.stack([ancestors_by_walking(row) for row in parents])
-    call.check(kernel, tree, **options, **({"sliding_window": 40} if case == "window" else {}))
+    tree = call.random_trees(generator) if case == "tree" else None
+    options = {"sliding_window": 40} if case == "window" else {}
+    call.check(kernel, tree, **call.packing(), **options)
 
 
 @FORMAT
@@ -254,8 +256,7 @@ def test_padding_behind_the_last_request(kernel, generator):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_wrong_values_stay_inside_the_tensors(kernel, generator, monkeypatch):
     """What only the device knows is not checked by the host: the interpreter checks accesses."""
-    for place in ("validate.check_values", "debug.check_values"):
-        monkeypatch.setattr(f"mla_var3.attention.request.{place}", lambda task: None)
+    monkeypatch.setattr("mla_var3.attention.request.validate.check_values", lambda task: None)
     for page in (None, 16, 64):
         for length in (-5, SLOTS + 1, 2**31 - 1):
             call = Call(generator, page=page)

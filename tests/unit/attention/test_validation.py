@@ -59,6 +59,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         ),
         (changed(w_uk=torch.randn(H, D + 1, K)), r"w_uk: expected \[h=2, d=6, k\], got \[2, 7"),
         (changed(w_uv=torch.randn(H, D, K)), r"w_uv: expected \[h=2, k=8, v\], got \[2, 6, 8\]"),
+        (changed(w_uv=torch.randn(H, K, 0)), "w_uv: expected v of at least 1, got "),
         (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
         (pair(T, 9, T, P), r"cache\[0\] \(c_kv\): expected \[b=2, t, k=8\], got \[2, 70, 9\]"),
         (pair(T, K, T - 1, P), r"cache\[1\] \(k_rope\): expected .* t=70, p=4\], got \[2, 69, 4\]"),
@@ -167,36 +168,23 @@ def int32(*values: Any) -> torch.Tensor:
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 3)}, "cu_seqlens_q: expected ascending bounds"),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 7)}, "cu_seqlens_q: expected ascending bounds"),
         ({}, {**PACKED, "max_q": 2}, "max_q: expected at least 3, got 2"),
+        ({}, {"lengths": [129, 1]}, r"lengths\[0\]: expected a number from 0 to t=128, got 129"),
+        ({}, {"lengths": [-1, 5]}, r"lengths\[0\]: expected a number from 0 to t=128, got -1"),
+        ({}, {"tree_mask": int32(1, -1, 0)}, r"tree_mask\[0\]: .* before token 0, got 1"),
+        ({}, {"tree_mask": int32(*[[-1, 0, 7]] * B)}, r"tree_mask\[0, 2\]: expected .* got 7"),
     ],
 )
-def test_values_of_cpu_tensors_are_always_checked(changes, options, message):
+def test_values_that_the_host_has_are_always_checked(changes, options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         mla_var3.mla_attention(**{**paged_arguments(**changes), **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lengths": [100, 101]}, r"lengths\[0\]: expected a number from 0 to t=70, got 100"),
-        ({"lengths": [-1, 5]}, r"lengths\[0\]: expected a number from 0 to t=70, got -1"),
-        ({"tree_mask": torch.tensor([1, -1, 0])}, r"tree_mask\[0\]: .* before token 0, got 1"),
-        ({"tree_mask": torch.tensor([[-1, 0, 7]] * B)}, r"tree_mask\[0, 2\]: expected .* got 7"),
-    ],
-)
-def test_values_that_the_host_has_are_always_checked(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        mla_var3.mla_attention(**{**arguments(), **options})
 
 
 def test_a_list_is_checked_for_tensors_without_values():
     """As for a GPU, whose memory the host does not read."""
 
-    def meta(value: Any) -> Any:
-        return value.to("meta")
-
-    given = {name: value for name, value in arguments().items() if name != "cache"}
-    moved = {name: meta(value) for name, value in given.items()}
-    cache = tuple(meta(part) for part in arguments()["cache"])
+    given = arguments()
+    cache = tuple(part.to("meta") for part in given.pop("cache"))
+    moved = {name: value.to("meta") for name, value in given.items()}
     with pytest.raises(InvalidArgumentError, match=r"lengths\[1\]: .* t=70, got 71"):
         mla_var3.mla_attention(**moved, cache=cache, lengths=[3, 71])
 

@@ -1,7 +1,7 @@
 """Rows, records, contenders, timers and a fake GPU for the benchmark tests."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import session as bench_session
-from mla_var3.bench.contenders import Ready, TuneBudget
+from mla_var3.bench.contenders import Contender, Ready, TuneBudget
 from mla_var3.bench.record import (
     CALL,
     LATENT,
@@ -87,39 +87,37 @@ def record(*rows: BenchRow, **changes: Any) -> BenchRecord:
     return BenchRecord("figures", environment, list(rows), **changes)
 
 
-@dataclass
-class FakeContender:
-    """Notes in `log` what is done with it."""
+def fake_contender(
+    kernel: str,
+    log: list[str],
+    *,
+    error: float = 1e-3,
+    broken: BaseException | None = None,
+    on_build: Callable[[str], None] = lambda name: None,
+    source: str = OURS,
+    language: str = "cutile-dsl",
+    path: str = LATENT,
+    choices: dict[str, int] | None = None,
+    note: str = "",
+    **fields: Any,
+) -> Contender:
+    """A contender that notes in `log` what is done with it."""
 
-    kernel: str
-    log: list[str]
-    error: float = 1e-3
-    source: str = OURS
-    path: str = LATENT
-    broken: Exception | None = None
-    language: str = "cutile-dsl"
-    choices: dict[str, int] = field(default_factory=dict)
-    asked: dict[str, int] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-    cache_dtype: str = ""
-    on_build: Callable[[str], None] = lambda name: None
+    def check() -> float:
+        log.append(f"check {kernel}")
+        if error > 0.01:
+            raise CheckFailedError(f"relative error {error}")
+        return error
 
-    def build(self) -> Ready:
-        self.log.append(f"build {self.kernel}")
-        if self.broken is not None:
-            raise self.broken
-        self.on_build(self.kernel)
-        return Ready(self._run, self._check, Cost(2e9, 1e6), self.path, self.choices, self.note)
+    def build() -> Ready:
+        log.append(f"build {kernel}")
+        if broken is not None:
+            raise broken
+        on_build(kernel)
+        run = partial(log.append, f"run {kernel}")
+        return Ready(run, check, Cost(2e9, 1e6), path, choices or {}, note)
 
-    def _run(self) -> None:
-        self.log.append(f"run {self.kernel}")
-
-    def _check(self) -> float:
-        self.log.append(f"check {self.kernel}")
-        if self.error > 0.01:
-            raise CheckFailedError(f"relative error {self.error}")
-        return self.error
+    return Contender(kernel, source, build, language, **fields)
 
 
 class FakeTimer:
@@ -142,7 +140,7 @@ class FakeGpu:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.budget: TuneBudget | None = None
-        self.broken: dict[str, Exception] = {}
+        self.broken: dict[str, BaseException] = {}
         self.deadly: set[str] = set()
         self.dead = False
         patch.setattr(bench_run, "cuda_available", lambda: True)
@@ -156,29 +154,26 @@ class FakeGpu:
         patch.setattr(bench_measure, "release_memory", lambda: None)
         patch.setattr(bench_measure, "cuda_is_healthy", self.healthy)
 
-    def contenders(self, case: Any, _: Any, target: str, **options: Any) -> list[FakeContender]:
+    def contenders(self, case: Any, _: Any, target: str, **options: Any) -> list[Contender]:
         assert target == "sm_90"
         assert set(options) == {"tune", "progress"}
         self.budget = options["tune"]
-        calls = [
-            FakeContender("mla_attention", self.log, path=CALL, language="",
-                          note="flash_mla (cute-dsl, kernel): fastest"),
-            *(FakeContender(name, self.log, source=PROJECTION, path="", language="")
-              for name in (QUERY_PROJECTION, OUTPUT_PROJECTION)),
-        ]  # fmt: skip
-        ours = [
-            FakeContender(choice.kernel.full_name, self.log, language=choice.kernel.language,
-                          choices=dict(choice.fields), asked=dict(choice.fields))
-            for choice in case.kernels
-        ]  # fmt: skip
-        theirs = [FakeContender(name, self.log, source=PEER, language="") for name in case.peers]
-        found = [*(calls if case.call else []), *ours, *theirs]
-        for each in found:
-            each.broken = self.broken.get(each.kernel)
-            each.on_build = self._built
-        return found
+        fake = partial(fake_contender, log=self.log, on_build=self._built)
+        found = []
+        if case.call:
+            note = "flash_mla (cute-dsl, kernel): fastest"
+            found.append(fake("mla_attention", path=CALL, language="", note=note))
+            for name in (QUERY_PROJECTION, OUTPUT_PROJECTION):
+                found.append(fake(name, source=PROJECTION, path="", language=""))
+        for choice in case.kernels:
+            kernel, fields = choice.kernel, dict(choice.fields)
+            own = {"language": kernel.language, "choices": fields, "asked": fields}
+            found.append(fake(kernel.full_name, **own))
+        return found + [fake(name, source=PEER, language="") for name in case.peers]
 
     def _built(self, name: str) -> None:
+        if name in self.broken:
+            raise self.broken[name]
         if self.dead:
             raise RuntimeError("CUDA error: an earlier error")
         self.dead = name in self.deadly

@@ -16,7 +16,7 @@ from mla_var3.bench.analysis import (
     times_over_n,
     times_over_s,
 )
-from mla_var3.bench.plots import COLOURS, Plot, draw_plots, series_colour
+from mla_var3.bench.plots import Plot, draw_plots, series_colour
 from mla_var3.bench.record import DECOMPRESSED, FAILED, MIX, PREDICTED, PROJECTION, BenchRow
 from tests.unit.bench.bench_support import peer, record, row
 
@@ -231,4 +231,3 @@ def test_a_plot_that_cannot_be_drawn_says_why(tmp_path):
 def test_colours():
     names = ["flash_mla", "flash_attention", "FlashMLA", "FlashInfer", "flash_mla_v2", "x", "y"]
     assert len({series_colour(name, names) for name in names}) == len(names)
-    assert series_colour("flash_mla_split_kv_v1", ()) == COLOURS["flash_mla_split_kv"]

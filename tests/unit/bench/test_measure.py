@@ -1,5 +1,6 @@
 """Measuring: check before timing, rotating order, rounds combined, failures as rows."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from mla_var3.bench.contenders import (
     require_memory,
     tuning_note,
 )
-from mla_var3.bench.measure import measure_case, rotated, summarise, with_projections
+from mla_var3.bench.measure import Timer, measure_case, rotated, summarise, with_projections
 from mla_var3.bench.record import (
     ABSENT,
     DECOMPRESSED,
@@ -34,12 +35,12 @@ from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedE
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel
 from mla_var3.runtime.workflow import RunOptions
-from tests.unit.bench.bench_support import AROUND, PROBLEM, FakeContender, FakeTimer, row
+from tests.unit.bench.bench_support import AROUND, PROBLEM, FakeTimer, fake_contender, row
 
 SMALL = PROBLEM.__class__(b=1, s=2, t=70, h=8)
 
 
-def measure(*contenders: Any, timer: FakeTimer | None = None, **options: Any) -> list[BenchRow]:
+def measure(*contenders: Any, timer: Timer | None = None, **options: Any) -> list[BenchRow]:
     options.setdefault("healthy", lambda: True)
     problem = options.pop("problem", PROBLEM)
     return measure_case(
@@ -54,18 +55,18 @@ def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing():
     log: list[str] = []
     seen: list[tuple[int, int]] = []
     progress = lambda what, done, total, detail: seen.append((done, total))  # noqa: E731
-    measure(*(FakeContender(name, log) for name in "abc"), rounds=3, progress=progress)
+    measure(*(fake_contender(name, log) for name in "abc"), rounds=3, progress=progress)
     assert log[:3] == ["build a", "check a", "run a"]
     assert [line[4:] for line in log if line.startswith("run")] == list("abcbcacab")
     assert sorted(line[6:] for line in log if line.startswith("check")) == list("abc")
     assert seen == [(done, 9) for done in range(10)]
     with pytest.raises(InvalidArgumentError, match="rounds"):
-        measure(FakeContender("a", []), rounds=0)
+        measure(fake_contender("a", []), rounds=0)
 
 
 def test_rounds_are_combined_into_median_and_widest_spread():
     timer = FakeTimer(100.0, 130.0, 110.0)
-    peer = FakeContender("a", [], versions={"flashmla": "vllm 1"})
+    peer = fake_contender("a", [], versions={"flashmla": "vllm 1"})
     (found,) = measure(peer, timer=timer, rounds=3)
     assert (found.time_us, found.spread_us) == (110.0, (131 - 99) / 2)
     assert found.rounds_us == (100.0, 130.0, 110.0)
@@ -80,7 +81,7 @@ def test_rounds_are_combined_into_median_and_widest_spread():
 
 def test_a_failed_check_blocks_the_timing_and_nobody_else():
     log: list[str] = []
-    wrong, right = FakeContender("wrong", log, error=0.5), FakeContender("right", log)
+    wrong, right = fake_contender("wrong", log, error=0.5), fake_contender("right", log)
     rows = measure(wrong, right, rounds=2)
     assert "run wrong" not in log
     assert (rows[0].status, rows[0].time_us) == (FAILED, None)
@@ -92,10 +93,10 @@ def test_a_failed_check_blocks_the_timing_and_nobody_else():
 def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed():
     log: list[str] = []
     rows = measure(
-        FakeContender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
-        FakeContender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
-        FakeContender("silent", log, broken=RuntimeError()),
-        FakeContender("leaving", log, broken=SystemExit(3)),
+        fake_contender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
+        fake_contender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
+        fake_contender("silent", log, broken=RuntimeError()),
+        fake_contender("leaving", log, broken=SystemExit(3)),
     )
     assert [(r.status, r.reason) for r in rows] == [
         (ABSENT, "lib: not found"),
@@ -109,9 +110,9 @@ def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed():
 def test_a_lost_device_fails_the_rest_with_the_culprit():
     log: list[str] = []
     rows = measure(
-        FakeContender("good", log),
-        FakeContender("killer", log, broken=RuntimeError("illegal address")),
-        FakeContender("next", log, asked={"n": 7}),
+        fake_contender("good", log),
+        fake_contender("killer", log, broken=RuntimeError("illegal address")),
+        fake_contender("next", log, asked={"n": 7}),
         healthy=lambda: False,
     )
     assert [r.status for r in rows] == [LOST, FAILED, LOST]
@@ -119,6 +120,21 @@ def test_a_lost_device_fails_the_rest_with_the_culprit():
     assert rows[2].reason == "the CUDA context was lost with killer"
     assert rows[2].asked == {"n": 7}
     assert "build next" not in log
+
+
+def test_a_process_that_ends_in_a_later_round_blames_the_one_that_ran():
+    """The rows once named the last contender of the first round."""
+    timings, saved = FakeTimer(), []
+
+    def timer(run: Callable[[], None]) -> Timing:
+        if timings.calls == 3:  # the second round starts with b
+            raise KeyboardInterrupt
+        return timings(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        fakes = [fake_contender(name, []) for name in "abc"]
+        measure(*fakes, timer=timer, rounds=3, checkpoint=saved.append)
+    assert [(r.kernel, r.status) for r in saved[-1]] == [("a", LOST), ("b", FAILED), ("c", LOST)]
 
 
 def test_projections_are_added_by_path():
@@ -153,19 +169,15 @@ def test_our_kernels_and_projections_run_through_the_interpreter():
     assert all(r.error is not None and 0 < r.error < 0.01 for r in rows)
 
 
-def test_the_public_call_takes_part_with_its_choice():
+def test_the_public_call_takes_part_with_its_choice_and_is_checked(monkeypatch):
+    import mla_var3.attention.call as call
+
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
     assert found.status == OK, found.reason
     assert (found.kernel, found.path) == ("mla_attention", "call")
-    assert found.call_us == found.time_us == 100.0
+    assert found.call_us == found.time_us == 100.0 and found.tflops
     assert found.note.startswith("torch_tiled (torch")
     assert found.error is not None and 0 < found.error < 0.01
-    assert found.tflops
-
-
-def test_a_wrong_public_call_is_caught(monkeypatch):
-    import mla_var3.attention.call as call
-
     right = call.mla_attention
     monkeypatch.setattr(call, "mla_attention", lambda *x, **o: right(*x, **o) * 1.1)
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
@@ -176,14 +188,13 @@ def test_a_wrong_public_call_is_caught(monkeypatch):
 def test_a_plan_that_does_not_fit_is_absent(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(10e9), int(141e9)))
     monkeypatch.setattr(bench_contenders, "current_device_spec", lambda: device_spec("H200"))
-    for name, fits in (("flash_mla", True), ("flash_attention", False)):
-        choice = KernelChoice(find_kernel(name))
-        plan = make_plan(choice, PROBLEM, "sm_90")
-        if fits:
-            require_memory(plan)
-        else:
-            with pytest.raises(UnsupportedError, match="GiB of free GPU memory, got 9.31 GiB"):
-                require_memory(plan)
+    small, large = (
+        make_plan(KernelChoice(find_kernel(name)), PROBLEM, "sm_90")
+        for name in ("flash_mla", "flash_attention")
+    )
+    require_memory(small)
+    with pytest.raises(UnsupportedError, match="GiB of free GPU memory, got 9.31 GiB"):
+        require_memory(large)
 
 
 def test_a_plan_says_what_it_cannot_do():

@@ -189,6 +189,11 @@ def test_eight_bit_results_stand_in_a_column_of_their_own():
     assert "8-bit vs best" in page and "column of their own" in page
     (without,) = shape_groups([row(), peer()])
     assert headers(without)[-1] == "vs best"
+    (theirs,) = shape_groups([row(), peer(), peer("FlashMLA (vLLM)", 700.0, cache_dtype="fp8")])
+    assert [cells(theirs, each)[-2:] for each in theirs.rows[1:]] == [
+        ("1.00x", "-"),
+        ("-", "1.00x"),
+    ]
 
 
 def test_troubles_name_the_shapes_where_not_all_are_meant():

@@ -107,6 +107,9 @@ def test_a_peer_is_tied_to_its_library_and_torch():
     other = compare([with_library("1")], [with_library("2")])
     assert "flashmla 1 against 2" in other.not_compared[0][1]
     assert "torch" in compare([peer()], [peer(versions=versions(torch="3"))]).not_compared[0][1]
+    # The public call may choose a kernel of either language.
+    call, new = (row("mla_attention", language="", versions=versions(cuda_tile=v)) for v in "12")
+    assert "cuda-tile 1 against 2" in compare([call], [new]).not_compared[0][1]
 
 
 def test_other_settings_and_clocks_are_remarks():

@@ -14,20 +14,19 @@ import pytest
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench.measure import ENDED, Watchdog, measure_case
-from mla_var3.bench.record import FAILED, LOST, OK, BenchRow, load_record, save_record
-from mla_var3.bench.run import BenchOptions, build_cases, run_bench
+from mla_var3.bench.record import FAILED, LOST, OK, PREDICTED, BenchRow, load_record, save_record
+from mla_var3.bench.run import BenchOptions, BenchResult, build_cases, run_bench
 from mla_var3.bench.session import resumable_rows, split_case
 from mla_var3.bench.suites import SUITES
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import MlaProblem
 from tests.programs import run_program
 from tests.unit.bench.bench_support import (
     AROUND,
     PROBLEM,
-    FakeContender,
     FakeGpu,
     FakeTimer,
+    fake_contender,
     record,
     row,
 )
@@ -104,8 +103,7 @@ def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
     assert code == 1
     assert len(starts) == 2  # the culprit broke once at each of the two shapes
     rows = load_record(tmp_path / "sweep.json").rows
-    assert names(rows, FAILED) == {"flash_attention"}
-    assert names(rows, LOST) == set()
+    assert names(rows, FAILED) == {"flash_attention"} and not names(rows, LOST)
     expected = {row.kernel for row in rows}
     for s in (1, 2):
         assert {row.kernel for row in rows if row.problem.s == s} == expected
@@ -124,20 +122,35 @@ def test_without_a_new_process_the_run_ends_there_and_says_so(gpu, tmp_path):
 
 
 def test_resuming_measures_only_what_is_missing(gpu, tmp_path):
-    small: dict[str, Any] = {"suite": "sweep", "backends": ("cutile-dsl",), "rounds": 1}
-    first = BenchOptions(sizes={"s": (1,), "t": (64,)}, out_dir=tmp_path, **small)
-    done = run_bench(first).files["json"]
-    assert gpu.log
-    gpu.log.clear()
-    more = BenchOptions(sizes={"s": (1, 2), "t": (64,)}, resume=done, **small)
-    result = run_bench(more)
+    def run(*lengths: int, **more: Any) -> BenchResult:
+        gpu.log.clear()
+        sizes = {"s": lengths, "t": (64,)}
+        small: dict[str, Any] = {"suite": "sweep", "backends": ("cutile-dsl",), "rounds": 1}
+        return run_bench(BenchOptions(sizes=sizes, **small, **more))
+
+    done = run(1, out_dir=tmp_path).files["json"]
+    result = run(1, 2, resume=done)
     assert result.folder == tmp_path
     assert {row.problem.s for row in result.record.rows} == {1, 2}
-    half = len(result.record.rows) // 2
-    assert len([line for line in gpu.log if line.startswith("run")]) == half
-    gpu.log.clear()
-    other = run_bench(BenchOptions(sizes={"s": (4,), "t": (64,)}, resume=done, **small))
+    runs = [line for line in gpu.log if line.startswith("run")]
+    assert len(runs) == len(result.record.rows) // 2
+    other = run(4, resume=done)
     assert {row.problem.s for row in other.record.rows} == {1, 2, 4}  # nothing of the file is lost
+
+
+def test_an_interrupted_continuation_forgets_nobody(gpu, tmp_path):
+    """Contenders that were lost with the device once counted as done after a second interrupt."""
+    small: dict[str, Any] = {"suite": "all", "backends": ("cutile-dsl",), "rounds": 1}
+    gpu.deadly = {"flash_attention"}
+    done = run_bench(BenchOptions(**small, out_dir=tmp_path)).files["json"]
+    lost = names(load_record(done).rows, LOST)
+    gpu.dead, gpu.deadly, gpu.broken = False, set(), {min(lost): KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(BenchOptions(**small, resume=done))
+    assert names(load_record(done).rows, LOST) == lost
+    gpu.broken = {}
+    rows = run_bench(BenchOptions(**small, resume=done)).record.rows
+    assert names(rows, OK) == lost and names(rows, FAILED) == {"flash_attention"}
 
 
 def test_a_time_limit_blames_nobody(gpu, tmp_path, monkeypatch, capsys):
@@ -164,21 +177,23 @@ def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path):
     for suite, device in (("sweep", "NVIDIA H200"), ("figures", "NVIDIA B200")):
         with pytest.raises(InvalidArgumentError, match="resume: expected a record of"):
             resumable_rows(path, suite, device)
+    save_record(record(row(kind=PREDICTED)), path)  # their shapes would count as measured
+    with pytest.raises(InvalidArgumentError, match="a record of measurements, got predictions"):
+        resumable_rows(path, "figures", "NVIDIA H200")
 
 
 def test_pinned_choices_tell_rows_of_one_kernel_apart():
-    entrants = [FakeContender("k", [], asked=pinned) for pinned in ({}, {"n": 4}, {"n": 8})]
+    entrants = [fake_contender("k", [], asked=pinned) for pinned in ({}, {"n": 4}, {"n": 8})]
     rows = [
         row("k", choices={"n": 4}),
         row("k", choices={"n": 8}, asked={"n": 8}),
         row("other", None, status=LOST),
     ]
-    kept, waiting = split_case(PROBLEM, entrants, rows)
+    kept, waiting = split_case(entrants, rows)
     assert kept == rows[:2]
     assert [each.asked for each in waiting] == [{"n": 4}]
-    elsewhere = MlaProblem(b=1, s=1, t=1, h=1)
-    assert split_case(elsewhere, entrants, rows) == ([], entrants)
-    assert split_case(PROBLEM, entrants, rows[:2]) == (rows[:2], [])
+    assert split_case(entrants, []) == ([], entrants)
+    assert split_case(entrants, rows[:2]) == (rows[:2], [])
 
 
 def test_a_contender_that_does_not_come_back_is_given_up():
@@ -196,7 +211,7 @@ def test_a_contender_that_does_not_come_back_is_given_up():
         return FakeTimer()(run)
 
     hang.calls = 0
-    fakes = [FakeContender(name, []) for name in ("done", "hung", "next")]
+    fakes = [fake_contender(name, []) for name in ("done", "hung", "next")]
     measure_case(
         PROBLEM, fakes, hang, AROUND, rounds=1,
         release=lambda: None, healthy=lambda: True, watchdog=Watchdog(0.2, give_up),
@@ -258,13 +273,7 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path):
 
 def test_the_last_one_may_break_the_device_without_a_new_start(gpu, tmp_path):
     gpu.deadly = {"sdpa"}
-
-    def refuse(record: Path) -> None:
-        raise AssertionError("nothing was left to measure")
-
-    options = BenchOptions(
-        suite="all", rounds=1, backends=("cutile-dsl", "sdpa"), out_dir=tmp_path, on_lost=refuse
-    )
-    rows = run_bench(options).record.rows
-    assert names(rows, FAILED) == {"sdpa"}
-    assert names(rows, LOST) == set()
+    small: dict[str, Any] = {"rounds": 1, "backends": ("cutile-dsl", "sdpa"), "out_dir": tmp_path}
+    starts: list[Path] = []
+    rows = run_bench(BenchOptions(suite="all", on_lost=starts.append, **small)).record.rows
+    assert not starts and not names(rows, LOST) and names(rows, FAILED) == {"sdpa"}

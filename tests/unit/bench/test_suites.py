@@ -1,7 +1,9 @@
 """The suites: shapes, kernels selected by word, and versions that run only when named."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,9 @@ from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.bench import suites
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.predict import predict_case
-from mla_var3.bench.record import ABSENT
+from mla_var3.bench.record import ABSENT, OK
 from mla_var3.bench.run import BenchOptions, build_cases, chosen_shapes
-from mla_var3.bench.suites import SharedTokens
+from mla_var3.bench.suites import Case, SharedTokens
 from mla_var3.conf.devices import device_spec
 from mla_var3.conf.models import models
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
@@ -30,6 +32,15 @@ MANY = [
     KernelId("flash_mla", 10, "cutile-dsl", "mla"),
     KernelId("flash_mla", 1, "cute-dsl", "mla"),
 ]
+
+
+CUTILE = [kernel for kernel in suites.mla_kernels() if kernel.language == "cutile-dsl"]
+
+
+def cases_of(suite: str, **options: Any) -> list[Case]:
+    cases, missing = build_cases(BenchOptions(suite=suite, **options))
+    assert missing == {}
+    return cases
 
 
 def test_kernels_and_backends_are_selected_by_word():
@@ -53,8 +64,7 @@ def test_kernels_and_backends_are_selected_by_word():
 
 def test_the_sweep_is_the_product_of_the_sizes():
     sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
-    cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
-    assert len({case.problem for case in cases}) == 8
+    assert len({case.problem for case in cases_of("sweep", sizes=sizes)}) == 8
     with pytest.raises(InvalidArgumentError, match="s: expected some values"):
         BenchOptions(suite="sweep", sizes={"s": ()})
     assert BenchOptions(suite="absorbed").suite == "latent"
@@ -88,8 +98,7 @@ def test_the_mix_stands_beside_both_pure_paths():
     assert tuple(getattr(shared.problem, name) for name in "bsth") == suites.PREFIX_SHAPE
     assert shared.kernels[0].fields == {"prefix": suites.PREFIX}
     assert shared.peers == ("fa3_qv",)
-    cutile = [kernel for kernel in suites.mla_kernels() if kernel.language == "cutile-dsl"]
-    assert all(not case.kernels for case in suites.mix_cases(cutile, ["fa3_qv"]))
+    assert all(not case.kernels for case in suites.mix_cases(CUTILE, ["fa3_qv"]))
 
 
 def test_shared_prefixes_stand_beside_copies():
@@ -106,8 +115,10 @@ def test_shared_prefixes_stand_beside_copies():
     assert grouped.shared is not None and grouped.problem.lengths is not None
     assert grouped.problem.b == 64 == grouped.shared.members * len(grouped.shared.tokens)
     assert min(grouped.problem.lengths) == 2148 and max(grouped.problem.lengths) == 20384
-    cutile = [kernel for kernel in suites.mla_kernels() if kernel.language == "cutile-dsl"]
-    assert all(not c.kernels and c.shared is None for c in suites.prefix_cases(cutile, ["fa3_qv"]))
+    assert all(not c.kernels and c.shared is None for c in suites.prefix_cases(CUTILE, ["fa3_qv"]))
+    for device, status in (("H200", OK), ("B200", ABSENT)):
+        rows = {row.kernel: row for row in predict_case(grouped, device_spec(device), {})}
+        assert rows[PREFIX_KERNEL].status == status
 
 
 @pytest.mark.parametrize("tokens", [(130, 64), (0, 0)])
@@ -139,15 +150,14 @@ def test_the_figures_have_their_shapes_newest_versions_and_a_mix_without_a_windo
 
 def test_all_takes_every_version_at_one_shape(monkeypatch):
     monkeypatch.setattr(suites, "mla_kernels", lambda: list(MANY))
-    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
-    assert missing == {}
+    (case,) = cases_of("all", sizes={"t": (512,)})
     assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
     assert [choice.kernel for choice in case.kernels] == sorted(MANY)
     assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
 
 
 def test_the_models_suite_has_every_model_once():
-    cases, _ = build_cases(BenchOptions(suite="models", quick=True))
+    cases = cases_of("models", quick=True)
     problems = [case.problem for case in cases]
     assert len(set(problems)) == len(problems)
     for model in models().values():
@@ -157,22 +167,23 @@ def test_the_models_suite_has_every_model_once():
             assert case.problem.b * -(-case.problem.s * case.problem.h // 64) >= 32
             assert bool(case.peers) is ((sizes["k"], sizes["p"]) == (512, 64))
             assert [choice.fields for choice in case.kernels] == [{"page": 64}]
-    assert len(build_cases(BenchOptions(suite="models"))[0]) == 3 * len(cases)
+    assert len(cases_of("models")) == 3 * len(cases)
 
 
 def test_the_engine_suite_reads_scattered_pages():
-    cases, missing = build_cases(BenchOptions(suite="engine", quick=True, sizes={"h": (8,)}))
-    assert not missing
+    cases = cases_of("engine", quick=True, sizes={"h": (8,)})
     sizes = {(c.problem.b, c.problem.h, c.problem.t, c.problem.s) for c in cases}
     assert sizes == {(b, 8, 4096, s) for b in (16, 64) for s in (1, 4)}
     for case in cases:
         assert [(c.kernel.full_name, c.fields["page"]) for c in case.kernels] == [("flash_mla", 64)]
         assert case.peers == ("flashmla", "fa3_qv", "flashinfer")
-    assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144
+    assert len(cases_of("engine")) == 144
+    other = cases_of("engine", quick=True, dtype="float16", widths={"d": 192, "v": 256})
+    assert {(c.problem.dtype, c.problem.v) for c in other} == {("float16", 256)}
 
 
 def test_only_some_shapes_of_a_suite():
-    cases, _ = build_cases(BenchOptions(suite="prefix"))
+    cases = cases_of("prefix")
     found = chosen_shapes(cases, (9, 2))
     assert [case.problem for case in found] == [cases[1].problem, cases[8].problem]
     assert (found[1].problem.s, found[1].problem.h) == (1, 12)
@@ -182,21 +193,18 @@ def test_only_some_shapes_of_a_suite():
 
 
 def test_8_bit_caches_take_part_when_asked_for():
-    sizes = {"s": (1,), "t": (512,)}
-    (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
+    sweep = partial(cases_of, "sweep", sizes={"s": (1,), "t": (512,)})
+    (case,) = sweep()
     assert case.cache_dtypes == () and not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
-    asked = BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token", "fp8"))
-    (case,), _ = build_cases(asked)
-    languages = ("cute-dsl", "cutile-dsl")
-    assert set(case.cache_dtypes) == set(product(asked.cache_dtype, languages))
+    formats = ("fp8_per_token", "fp8")
+    (case,) = sweep(cache_dtype=formats)
+    assert set(case.cache_dtypes) == set(product(formats, ("cute-dsl", "cutile-dsl")))
     assert set(suites.EIGHT_BIT_PEERS) < set(case.peers)
-    asked = BenchOptions(
-        suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token",), backends=("cutile-dsl", "peers")
-    )
-    (case,), _ = build_cases(asked)  # the peer reads the other format
+    # The peer reads the other format.
+    (case,) = sweep(cache_dtype=("fp8_per_token",), backends=("cutile-dsl", "peers"))
     assert case.cache_dtypes == (("fp8_per_token", "cutile-dsl"),)
     assert not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
-    (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_ds_mla",)))
+    (case,) = sweep(cache_dtype=("fp8_ds_mla",))
     assert case.cache_dtypes == (("fp8_ds_mla", "cutile-dsl"),)
     rows = {
         row.language: row

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from mla_var3.cli.console import usage_errors
 from mla_var3.cli.options import PlanParser, Request
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.compare import ErrorFigures
 from mla_var3.op.cost import Cost
+from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Constraints, Stage, Tiling
 
@@ -66,6 +68,12 @@ class FakePlan(KernelPlan):
         )
         cost = Cost(1e6 * self.b, 1.0)
         return SimpleNamespace(cost=lambda: cost, kernels=lambda: [leaf])
+
+
+def check_result(passes: bool) -> CheckResult:
+    """The check of one output, which has NaN where it does not pass."""
+    error = ErrorFigures(0.001, 0.01, 0 if passes else 3, 0)
+    return CheckResult((OutputCheck(0, (2, 4), error, error, 0.002, 0.02),))
 
 
 def read(plan: KernelPlan, *argv: str) -> Request:

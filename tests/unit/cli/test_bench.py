@@ -1,4 +1,4 @@
-"""`hyper-mla bench`: predictions, records, measurement, verdicts and exit codes, end to end."""
+"""`hyper-mla bench`: predictions, records, verdicts and exit codes, end to end."""
 
 import csv
 import json
@@ -10,12 +10,11 @@ import pytest
 
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import suites
-from mla_var3.bench.record import OURS, PREDICTED, PROJECTION, load_record
+from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, load_record
 from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.paths import KernelId
-from tests.unit.bench.bench_support import FakeGpu
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 CUTILE = [
@@ -88,12 +87,16 @@ def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(tmp_path, monk
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_recorded_results_make_the_same_report(tmp_path, capsys):
+def test_recorded_results_make_the_same_report_and_can_be_sent(tmp_path, capsys):
     record = RESULTS / "2026-11-15-nvidia-h200.json"
-    assert main(["bench", "--records", str(record), f"--out_dir={tmp_path}"]) == 0
+    argv = ["bench", "--records", str(record), "--contribute", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
     out = capsys.readouterr().out
     assert "FlashAttention-3 qv" in out and "to be explained" in out
     assert {"records.html", "records.csv"} <= files(tmp_path)
+    measured = [row for row in load_record(record).rows if row.status == OK]
+    assert len(load_record(tmp_path / "contribution.json").rows) == len(measured)
+    assert "contribution.json" in out
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -124,27 +127,6 @@ def test_against_an_earlier_record(tmp_path, capsys):
     assert "5 worse" in capsys.readouterr().out
     verdicts = json.loads((tmp_path / "c" / "regression.json").read_text())
     assert verdicts["passed"] is False
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu(monkeypatch)
-
-
-@pytest.mark.usefixtures("no_plots")
-def test_a_measured_run(gpu, tmp_path, capsys):
-    argv = ["bench", "all", "--rounds=2", "--backends=cutile-dsl,sdpa", f"--out_dir={tmp_path}"]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "check, then time 2 rounds" in out
-    assert "predict" not in out
-    assert gpu.log[0] == "warm up"
-    runs = [line[4:] for line in gpu.log if line.startswith("run")]
-    assert runs[:4] == ["flash_attention", "flash_mla", "mla_var6_plus", "sdpa"]
-    assert runs[4:] == ["mla_var6_plus", "sdpa", "flash_attention", "flash_mla"]
-    found = load_record(tmp_path / "all.json")
-    assert found.settings == {"rounds": 2, "seconds per timing": 0.4, "tilings": "default"}
-    assert {row.kind for row in found.rows} == {"measured"}
 
 
 @pytest.mark.usefixtures("no_plots")

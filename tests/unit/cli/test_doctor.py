@@ -40,6 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 
 def write_model(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL | changes))
     return folder
 
@@ -125,9 +126,14 @@ def test_models_that_are_not_served(machine, capsys, tmp_path, changes, reason):
 def test_bad_options_name_themselves(machine, capsys, tmp_path):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
     model = str(write_model(tmp_path))
+    (tmp_path / "list.json").write_text("[]")
+    headless = write_model(tmp_path / "headless", num_attention_heads=None)
     for arguments, name in (
         (["--model", "nowhere"], "--model"),
+        (["--model", f"{tmp_path}/list.json"], "--model"),
+        (["--model", str(headless)], "--model"),
         (["--model", model, "--tp=3"], "--tp"),
+        (["--tp=0"], "--tp"),
     ):
         assert main(["doctor", *arguments]) == 2
         assert f"error: {name}: expected" in capsys.readouterr().err

@@ -12,11 +12,9 @@ from mla_var3.cli import console
 from mla_var3.cli.commands import kernel
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.compare import ErrorFigures
-from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions
-from tests.unit.cli.cli_support import FakePlan, FakeTiling, read
+from tests.unit.cli.cli_support import FakePlan, FakeTiling, check_result, read
 
 STATIC, EVENT, DISABLED = NsightProfType.STATIC, NsightProfType.EVENT, NsightProfType.DISABLED
 
@@ -31,10 +29,6 @@ class Machine:
     profiled: list[tuple[FakePlan, NsightProfType, RunOptions]] = field(default_factory=list)
     checked: list[tuple[FakePlan, RunOptions]] = field(default_factory=list)
 
-    def check(self) -> CheckResult:
-        error = ErrorFigures(0.001, 0.01, 0 if self.passes else 3, 0)
-        return CheckResult((OutputCheck(0, (2, 4), error, error, 0.002, 0.02),))
-
     def profile_plan(self, plan: FakePlan, mode: NsightProfType, run: RunOptions) -> ProfileResult:
         self.profiled.append((plan, mode, run))
         run.progress("autotune fake", 0, 2, "")
@@ -43,12 +37,12 @@ class Machine:
             raise self.error
         timed = None if mode is STATIC else 12.5
         stage = StageFigures("fake_stage", timed, timed and 0.5, 1e6, 2e6, 6.25)
-        check = self.check() if run.check else None
+        check = check_result(self.passes) if run.check else None
         return ProfileResult("fake", mode, stage, [stage], Path("some/where"), check)
 
     def prepare(self, plan: FakePlan, run: RunOptions) -> Any:
         self.checked.append((plan, run))
-        return SimpleNamespace(plan=plan, check=self.check())
+        return SimpleNamespace(plan=plan, check=check_result(self.passes))
 
 
 @pytest.fixture

@@ -112,15 +112,10 @@ def test_tiling_fields_are_options_by_name_where_only_one_tiling_has_it():
 
 
 @pytest.mark.parametrize("plan", [FakePlan(), TwoTilings()])
-def test_help_is_complete_and_grouped(plan):
+def test_help_is_complete(plan):
     parser = PlanParser(plan, "prog")
-    text = parser.format_help()
-    assert all(f"--{flag}" in text for flag in [*parser.flags, *RUN_OPTIONS, "no_causal"])
-    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    tilings = ["tiling"] * len(plan.tiling_fields())
-    names = [title.split(":")[0] for title in titles][1:]
-    assert names == ["problem", *tilings, "run", "profiling"]
-    joined = " ".join(text.split())
+    joined = " ".join(parser.format_help().split())
+    assert all(f"--{flag}" in joined for flag in [*parser.flags, *RUN_OPTIONS, "no_causal"])
     assert "a text of its own, 100% of it (default: none)" in joined
     assert "requests in the batch (default: 1)" in joined
     assert "element type: bfloat16 or float16 (default: bfloat16)" in joined

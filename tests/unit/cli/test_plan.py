@@ -12,6 +12,7 @@ from mla_var3.op.mla.model.parameters import derived_parameters, mix_parameters
 from mla_var3.op.mla.model.window_plan import plan_window
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.window.formats import FP8
+from mla_var3.runtime.paths import output_root
 
 H200 = ["plan", "--for_device=H200", "--s=32"]
 FILES = {
@@ -126,6 +127,7 @@ def test_a_shared_prefix_is_planned_by_what_it_gains(capsys, tmp_path):
     assert main([*argv, "--budget=2GiB", "--window_dtype=fp8"]) == 2
     assert "window_dtype: expected none of a window with" in capsys.readouterr().err
     assert main(["plan", "--for_device=B200", *sizes, "--budget=2GiB"]) == 0
+    assert list(output_root().glob("plan/*/plan.json"))
     out = capsys.readouterr().out
     assert "no advice: no kernel was timed on NVIDIA B200" in out and "chosen" not in out
 

@@ -7,6 +7,7 @@ import copy
 import torch
 
 from mla_var3.integrations import paged
+from tests.unit.attention.attention_support import latent_oracle
 
 K, P, H, PAGE = 512, 64, 4, 64
 SCALE = 192**-0.5
@@ -87,15 +88,13 @@ class Batch:
     def expected(self, tree: torch.Tensor | None = None):
         """Output and LSE in float64, request by request."""
         outputs, lses = [], []
-        for request, count in enumerate(self.counts):
-            rows = self.rows[request].double()
+        for request, (rows, count) in enumerate(zip(self.rows, self.counts, strict=True)):
             begin = int(self.starts[request])
-            scores = torch.einsum("shw,tw->sht", self.q[begin : begin + count].cpu().double(), rows)
-            context = len(rows) - count
-            sees = torch.ones((count, len(rows)), dtype=torch.bool).tril(context)
-            if tree is not None:
-                sees[:, context:] &= tree[request, :count, :count]
-            scores = (scores * SCALE).masked_fill(~sees[:, None], -torch.inf)
-            lses.append(scores.logsumexp(-1))
-            outputs.append(scores.softmax(-1) @ rows[:, :K])
+            q = self.q[begin : begin + count].cpu()
+            output, lse = latent_oracle(
+                q[..., :K], q[..., K:], rows[:, :K], rows[:, K:], scale=SCALE,
+                tree=None if tree is None else tree[request],
+            )  # fmt: skip
+            outputs.append(output)
+            lses.append(lse)
         return torch.cat(outputs), torch.cat(lses)

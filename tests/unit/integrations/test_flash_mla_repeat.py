@@ -12,9 +12,10 @@ from mla_var3.attention import execute
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_var3.op.mla.cache_formats import PER_TENSOR, cache_format, quantise
+from mla_var3.op.mla.cache_formats import cache_format
 from mla_var3.op.mla.window.quantise import E4M3
 
+from ..attention.attention_support import pool_in_8_bits
 from ..attention.replay.replay_support import KERNEL, RepeatableKernel, repeatable_kernel
 
 B, S, H, K, P, PAGE = 3, 2, 4, 64, 8, 64
@@ -68,13 +69,8 @@ def fp8_arguments(
     generator: torch.Generator, lengths: list[int], name: str, **changes: Any
 ) -> dict[str, Any]:
     """The same on an fp8 cache; the bytes of its scales are those of numbers too."""
-    fmt = cache_format(name)
     rows = torch.randn(B * 2, PAGE, K + P, generator=generator)
-    values = quantise(rows[..., :K], rows[..., K:], fmt)
-    pool = torch.zeros(B * 2, PAGE, fmt.row_bytes(K, P), dtype=torch.uint8)
-    parts = fmt.parts(pool, K, P)
-    for part in ("latent", "rope") if fmt is PER_TENSOR else ("latent", "rope", "scales"):
-        getattr(parts, part).view(torch.uint8).copy_(getattr(values, part).view(torch.uint8))
+    pool, _ = pool_in_8_bits(rows[..., :K], rows[..., K:], cache_format(name))
     return arguments(
         generator, lengths, k_cache=pool.view(E4M3).unsqueeze(2), is_fp8_kvcache=True, **changes
     )

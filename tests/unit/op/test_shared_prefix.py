@@ -131,6 +131,9 @@ def test_flops_by_counting(prefix, lengths):
     assert shared_prefix_attention_cost(shared).flops == 2 * mixed
     assert latent_copied_cost(shared).flops == 2 * absorbed
     assert latent_shared_cost(shared).flops == 2 * absorbed
+    if prefix == 0:
+        assert latent_shared_cost(shared) == latent_copied_cost(shared)
+        assert (shared.prefix_tokens, shared.own_tokens) == (0, problem.total_tokens)
 
 
 def test_bytes_are_the_sizes_of_the_tensors():
@@ -161,14 +164,6 @@ def test_an_8_bit_prefix_takes_fewer_bytes():
     assert costs[0].flops == costs[1].flops
 
 
-def test_without_a_prefix_nothing_is_shared():
-    shared = SharedPrefixProblem(PROBLEM, 0)
-    assert latent_shared_cost(shared) == latent_copied_cost(shared)
-    assert shared_prefix_attention_cost(shared).flops == flash_mla_cost(PROBLEM).flops
-    assert (shared.prefix_tokens, shared.prefix_pairs) == (0, 0)
-    assert shared.own_tokens == PROBLEM.total_tokens
-
-
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_the_passes_of_latent_sharing_do_all_the_work(groups):
     problem = replace(PROBLEM, lengths=None)
@@ -193,11 +188,3 @@ def test_short_and_empty_requests_read_no_more_than_they_have(lengths, groups):
     assert latent_shared_cost(shared).bytes <= latent_copied_cost(shared).bytes
     _, of_groups, _ = latent_shared_passes(shared)
     assert set(of_groups.kv_lengths) == {min(8, max(lengths))}
-
-
-def test_more_requests_read_the_prefix_no_more_often():
-    base = MlaProblem(b=1, s=8, t=4096, h=16)
-    few, many = (SharedPrefixProblem(replace(base, b=b), 4096) for b in (1, 64))
-    rows = 8 * 16 * (2 * (base.d + base.k) + base.p) * 2 + 8 * 16 * 2 * 4
-    added = shared_prefix_attention_cost(many).bytes - shared_prefix_attention_cost(few).bytes
-    assert added == 63 * rows

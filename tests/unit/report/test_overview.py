@@ -14,14 +14,13 @@ from mla_var3.bench.record import FAILED, load_record, save_record
 from mla_var3.cli.commands import overview as cli_overview
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.compare import ErrorFigures
 from mla_var3.report import overview
 from mla_var3.report.overview import TUNE_SECONDS, OverviewOptions, run_overview
-from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.paths import TARGETS, output_root
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from tests.unit.bench.bench_support import PROBLEM, FakeGpu, FakeTimer, record, row
+from tests.unit.cli.cli_support import check_result
 
 CPU_STEPS = ["check", "compile", "predict"]
 GPU_STEPS = ["choose", "measure"]
@@ -36,13 +35,9 @@ class Runtime:
         self.error: Exception | None = None
         self.calls: list[tuple[Any, ...]] = []
 
-    def check(self) -> CheckResult:
-        error = ErrorFigures(0.001, 0.01, 0 if self.passes else 3, 0)
-        return CheckResult((OutputCheck(0, (2, 4), error, error, 0.002, 0.02),))
-
     def prepare(self, plan: Any, options: Any) -> Any:
         self.calls.append(("prepare", plan.params(), options.device))
-        return SimpleNamespace(plan=plan, check=self.check())
+        return SimpleNamespace(plan=plan, check=check_result(self.passes))
 
     def profile_plan(self, plan: Any, mode: NsightProfType, options: Any) -> ProfileResult:
         self.calls.append((mode, plan.name, plan.params(), options))
@@ -84,17 +79,11 @@ def data_of(folder: Path) -> dict[str, Any]:
 
 
 def test_the_report_without_a_gpu(runtime):
-    started: list[str] = []
-    ended: list[str] = []
-    result = run_overview(
-        OverviewOptions(
-            device="cpu",
-            on_start=lambda step: started.append(step.name),
-            on_end=lambda step: ended.append(step.name),
-        )
-    )
+    seen: list[str] = []
+    hook = lambda step: seen.append(step.name)  # noqa: E731
+    result = run_overview(OverviewOptions(device="cpu", on_start=hook, on_end=hook))
     assert result.ok
-    assert started == ended == CPU_STEPS
+    assert seen == [name for step in CPU_STEPS for name in (step, step)]
     assert result.folder.parent == output_root() / "overview"
     text = result.report.read_text()
     for words in (

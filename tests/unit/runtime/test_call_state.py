@@ -49,6 +49,25 @@ def test_clear_reaches_other_threads():
     assert seen == [{}, {}] and not own.values
 
 
+def test_clear_waits_for_a_thread_that_makes_room():
+    """An entry that is gone between finding and dropping it would be an error."""
+    state = CallState()
+    table: Any = state.table(1)
+
+    class Key:
+        def __hash__(self) -> int:
+            if not waited:
+                clearing.start()
+                clearing.join(0.2)
+                waited.append(clearing.is_alive())
+            return 0
+
+    clearing, waited = threading.Thread(target=state.clear), []
+    table.keep(Key(), "value")
+    clearing.join()
+    assert waited == [True] and not table
+
+
 def test_a_full_table_drops_the_oldest_entry():
     table: Any = CallState().table(3)
     for number in range(3):

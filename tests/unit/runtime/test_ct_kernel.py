@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +103,15 @@ def test_another_tiling_is_noticed(how):
     kernel.launch()
     assert torch.equal(kernel.output_tensors[0], wanted())
     assert calls.args == calls.grids == [8, 16]
+
+
+def test_a_copy_launches_with_its_own_arguments():
+    kernel = make_kernel()
+    kernel.launch()
+    other = torch.zeros(20)
+    copied = replace(kernel, args_fn=lambda tiling: (kernel.input_tensors[0], other, 1.0, 8))
+    copied.launch()
+    assert torch.equal(other, torch.arange(20.0) + 1.0)
 
 
 def test_an_illegal_tiling_is_refused_even_after_a_good_launch():

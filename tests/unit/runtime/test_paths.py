@@ -6,7 +6,6 @@ from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId, find_kernel, import_kernel_module, split_full_name
 
-V4 = KernelId("mla_var6_plus", 4, "cutile-dsl", "mla")
 BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
 
 
@@ -49,6 +48,8 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mla_var6_plus", "0", 0),
         ("mla_var6_plus", "base", 0),
         ("mla_var6_plus_v4", "v4", 4),
+        ("mla_var6_plus:v4", "4", 4),
+        ("mla_var6_plus:base", "v0", 0),
     ],
 )
 def test_what_a_user_may_type(name, version, number):
@@ -102,7 +103,8 @@ def test_a_version_in_one_language_needs_no_option(monkeypatch):
 
 @pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize(
-    ("version", "quoted"), [("v5", "v5"), ("5", "v5"), ("", ""), ("latest", "latest")]
+    ("version", "quoted"),
+    [("v5", "v5"), ("5", "v5"), ("", ""), ("latest", "latest"), ("x4", "x4"), ("04", "v04")],
 )
 def test_a_wrong_version_is_quoted_and_the_known_ones_listed(version, quoted):
     with pytest.raises(UnknownNameError) as caught:
@@ -110,6 +112,28 @@ def test_a_wrong_version_is_quoted_and_the_known_ones_listed(version, quoted):
     assert f"unknown version of mla_var6_plus '{quoted}'" in str(caught.value)
     assert "known: v0, v1, v4" in str(caught.value)
     assert "v0 is the base version" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Plan:\n    targets = ('sm_90',)",
+        "class Plan:\n    targets: ClassVar[tuple[str, ...]] = ('sm_90',)",
+        "targets = ('sm_90',)\ntargets = others()\ndel targets",
+    ],
+)
+def test_targets_are_read_from_the_source(source):
+    assert paths.targets_in(source) == ("sm_90",)
+    assert paths.targets_in("targets: tuple[str, ...]") == paths.TARGETS
+
+
+def test_a_written_file_has_the_mode_of_any_other(tmp_path, monkeypatch):
+    """The mask of the process is not touched: for a moment other threads would have it too."""
+    (tmp_path / "plain").touch()
+    monkeypatch.setattr("os.umask", None)
+    paths.write_atomic(tmp_path / "atomic", "text")
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert set(modes) == {"plain", "atomic"} and modes["plain"] == modes["atomic"]
 
 
 def test_a_missing_language_names_the_extra(monkeypatch):

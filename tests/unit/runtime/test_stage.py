@@ -176,10 +176,8 @@ def on_cuda(name: str, cuda: PretendedCuda) -> Any:
 
 def test_members_fork_from_and_join_the_current_stream(cuda):
     """All wait for what came before, the current stream waits for all of them."""
-    stage = pipeline(
-        "p", on_cuda("before", cuda), group("g", on_cuda("a", cuda), on_cuda("b", cuda)),
-        on_cuda("after", cuda),
-    )  # fmt: skip
+    members = group("g", on_cuda("a", cuda), on_cuda("b", cuda), stream_priorities=[-1, 0])
+    stage = pipeline("p", on_cuda("before", cuda), members, on_cuda("after", cuda))
     stage.launch()
     assert cuda.log == [
         "before on current",
@@ -188,14 +186,9 @@ def test_members_fork_from_and_join_the_current_stream(cuda):
         *("s2 waits e0", "b on s2", "e2 on s2", "current waits e2"),
         "after on current",
     ]
-
-
-def test_streams_are_made_once_with_their_priorities(cuda):
-    stage = group("g", on_cuda("a", cuda), on_cuda("b", cuda), stream_priorities=[-1, 0])
     stage.launch()
-    stage.launch()
-    assert cuda.streams == 1 + 2
-    assert [stream.priority for stream in stage._streams] == [-1, 0]
+    assert cuda.streams == 1 + 2, "streams are made once"
+    assert [stream.priority for stream in members._streams] == [-1, 0]
 
 
 def test_a_group_in_a_group_forks_from_its_own_stream(cuda):

@@ -360,21 +360,34 @@ def _are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
     return all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
-def _equal_rows(q: torch.Tensor) -> torch.Tensor:
-    """The queries with their rows at equal distances, the stride of h; copied if need be."""
-    *sizes, width = q.shape
-    *strides, step = q.stride()
+def _row_distance(sizes: Sequence[int], strides: Sequence[int], alone: int) -> int | None:
+    """The one distance of all rows; None where there are several, `alone` for a single row."""
     apart = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
-    distance = apart[-1][1] if apart else width
-    covered = distance
+    if not apart:
+        return alone
+    distance = covered = apart[-1][1]
     for size, stride in reversed(apart):
         if stride != covered:
-            return _aligned(q.contiguous())
+            return None
         covered *= size
-    if step != 1 or distance < width or distance * q.element_size() % ALIGNMENT_BYTES:
+    return distance
+
+
+def _are_whole(q: torch.Tensor, *distances: int) -> bool:
+    """Whether rows of stride 1 at these distances do not overlap and start at 16 bytes."""
+    width, size = q.shape[-1], q.element_size()
+    return q.stride(-1) == 1 and all(
+        distance >= width and distance * size % ALIGNMENT_BYTES == 0 for distance in distances
+    )
+
+
+def _equal_rows(q: torch.Tensor) -> torch.Tensor:
+    """The queries with their rows at equal distances, the stride of h; copied if need be."""
+    distance = _row_distance(q.shape[:-1], q.stride()[:-1], q.shape[-1])
+    if distance is None or not _are_whole(q, distance):
         return _aligned(q.contiguous())
-    if distance != strides[-1]:  # a single head has an arbitrary stride
-        q = q.as_strided(q.shape, (*strides[:-1], distance, 1))
+    if distance != q.stride(-2):  # a single head has an arbitrary stride
+        q = q.as_strided(q.shape, (*q.stride()[:-2], distance, 1))
     return _aligned(q)
 
 
@@ -388,18 +401,10 @@ def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
         q: the queries.
         any_heads: whether the kernel reads them for any number of heads, as that for 8-bit caches.
     """
-    *sizes, h, width = q.shape
-    *strides, head_stride, step = q.stride()
-    apart = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
-    if not apart or h == 1 or not (any_heads or can_box(h)) or step != 1 or head_stride < width:
-        return _equal_rows(q)
-    distance = covered = apart[-1][1]
-    for size, stride in reversed(apart):
-        if stride != covered:
-            return _equal_rows(q)
-        covered *= size
-    steps = (distance, head_stride)
-    if distance < width or any(step * q.element_size() % ALIGNMENT_BYTES for step in steps):
+    h = q.shape[-2]
+    distance = _row_distance(q.shape[:-2], q.stride()[:-2], 0)
+    boxed = h > 1 and (any_heads or can_box(h))
+    if not boxed or not distance or not _are_whole(q, distance, q.stride(-2)):
         return _equal_rows(q)
     return _aligned(q)
 

@@ -129,22 +129,18 @@ def needs_q_nope(shape: CallShape) -> str | None:
 # --- cuTile ---------------------------------------------------------------------------------------
 
 
-def _dense_only(shape: CallShape) -> str | None:
-    return "a paged cache" if shape.page_size is not None else None
+def _page_refusal(shape: CallShape, step: int) -> str | None:
+    if shape.page_size is not None and shape.page_size % step:
+        return f"pages of {shape.page_size} tokens; it takes multiples of {step}"
+    return None
 
 
 def _dense_decompressed(shape: CallShape) -> str | None:
-    return needs_q_nope(shape) or _dense_only(shape)
-
-
-def _dense_rows(task: AttentionTask, shape: CallShape) -> tuple[torch.Tensor, torch.Tensor]:
-    return task.cache.latent[:, : shape.t], task.cache.rope[:, : shape.t]
+    return needs_q_nope(shape) or ("a paged cache" if shape.page_size is not None else None)
 
 
 def _small_pages_refusal(shape: CallShape) -> str | None:
-    if shape.page_size is not None and shape.page_size % SMALL_PAGE_STEP:
-        return f"pages of {shape.page_size} tokens; it takes multiples of {SMALL_PAGE_STEP}"
-    return None
+    return _page_refusal(shape, SMALL_PAGE_STEP)
 
 
 def _latent_fields(shape: CallShape) -> dict[str, Any]:
@@ -181,19 +177,6 @@ def _cache_scales(cache: CacheView, t: int) -> torch.Tensor | None:
     return cache.scales if cache.block_table is not None else cache.scales[:, :t]
 
 
-def _decompressed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
-    assert task.w_uk is not None and task.w_uv is not None
-    cache = task.cache
-    c_kv, k_rope = _dense_rows(task, shape)
-    copy = cache.full_copy()
-    if copy is None:
-        keys, values = decompress_all(c_kv, task.w_uk, task.w_uv)
-    else:
-        keys, values = (part[:, :, : shape.t] for part in copy)
-    queries = kernel_ready(task.q), kernel_ready(task.q_rope)
-    return *queries, keys, values, k_rope, kernel_ready(cache.lengths)
-
-
 def _mixed_fields(shape: CallShape) -> dict[str, Any]:
     window = {"n": min(shape.window, shape.t)} if shape.window else {}
     return {**sizes_of(shape), **window}
@@ -201,7 +184,7 @@ def _mixed_fields(shape: CallShape) -> dict[str, Any]:
 
 def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
     assert task.w_uk is not None and task.w_uv is not None
-    c_kv, k_rope = _dense_rows(task, shape)
+    c_kv, k_rope = task.cache.latent[:, : shape.t], task.cache.rope[:, : shape.t]
     q_nope, q_rope = kernel_ready(task.q), kernel_ready(task.q_rope)
     raw = MlaInputs(q_nope, q_rope, c_kv, k_rope, task.w_uk, task.w_uv, task.cache.lengths)
     window = _straight_window(task, plan.n) if shape.window else decompress_newest(raw, plan.n)
@@ -251,14 +234,8 @@ def _straight_window(
 # --- CuTe DSL: decompressed tokens in place -------------------------------------------------------
 
 
-def _paged_refusal(shape: CallShape) -> str | None:
-    if shape.page_size is not None and shape.page_size % PAGE_STEP:
-        return f"pages of {shape.page_size} tokens; it takes multiples of {PAGE_STEP}"
-    return None
-
-
 def _refusal(shape: CallShape) -> str | None:
-    return needs_q_nope(shape) or _paged_refusal(shape)
+    return needs_q_nope(shape) or _page_refusal(shape, PAGE_STEP)
 
 
 def _window_refusal(shape: CallShape) -> str | None:
@@ -371,7 +348,7 @@ class MixOperands(NamedTuple):
 
 def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
     cache = task.cache
-    assert task.w_uk is not None and task.w_uv is not None
+    assert task.w_uv is not None
     if plan.n >= plan.t:  # no latent kernel: the window has to hold every token
         complete_window(task, plan.n, cache.window)
     elif task.causal:
@@ -385,15 +362,21 @@ def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
     )  # fmt: skip
     if plan.n == plan.t:
         return operands
-    latent, rope, table = _latent_rows(cache, 0, plan.t)
+    # A call may look at fewer tokens than the cache has, and at none of the window's.
+    return _with_latent(operands, task, 0, plan.t, torch.minimum(starts, lengths))
+
+
+def _with_latent(
+    operands: MixOperands, task: AttentionTask, first: int, last: int, lengths: torch.Tensor
+) -> MixOperands:
+    """The operands with the latent tokens in the slots from `first` to `last`."""
+    assert task.w_uk is not None
+    latent, rope, table = _latent_rows(task.cache, first, last)
+    q_latent = project_heads(task.q, task.w_uk)
     return operands._replace(
-        q_latent=project_heads(task.q, task.w_uk),
-        latent=latent,
-        latent_rope=rope,
-        block_table=table,
-        # A call may look at fewer tokens than the cache has, and at none of the window's.
-        latent_lengths=torch.minimum(starts, lengths),
-    )
+        q_latent=q_latent, latent=latent, latent_rope=rope, block_table=table,
+        latent_lengths=lengths,
+    )  # fmt: skip
 
 
 def _window_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
@@ -406,7 +389,7 @@ def _prefix_fields(shape: CallShape) -> dict[str, Any]:
 
 def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
     cache = task.cache
-    assert task.w_uk is not None and task.w_uv is not None
+    assert task.w_uv is not None
     lengths = kernel_ready(cache.lengths)
     operands = MixOperands(
         kernel_ready(task.q), kernel_ready(task.q_rope), cache.k_prefix, cache.v_prefix,
@@ -414,14 +397,8 @@ def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
     )  # fmt: skip
     if plan.prefix == plan.t:
         return operands
-    latent, rope, table = _latent_rows(cache, plan.prefix, plan.t)
-    return operands._replace(
-        q_latent=project_heads(task.q, task.w_uk),
-        latent=latent,
-        latent_rope=rope,
-        block_table=table,
-        latent_lengths=(lengths - plan.prefix).clamp_(min=0),
-    )
+    own = (lengths - plan.prefix).clamp_(min=0)
+    return _with_latent(operands, task, plan.prefix, plan.t, own)
 
 
 def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
@@ -444,7 +421,7 @@ _LATENT = Service(
 CUTILE_SERVICES: dict[str, Service] = {
     "flash_mla": _LATENT,
     "flash_mla_split_kv": _LATENT,
-    "flash_attention": Service(_decompressed_operands, _dense_decompressed, sizes_of),
+    "flash_attention": Service(_full_copy_operands, _dense_decompressed, sizes_of),
     "mla_var6_plus": Service(
         _mixed_operands, _dense_decompressed, _mixed_fields, reads_window=True
     ),

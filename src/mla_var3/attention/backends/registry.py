@@ -9,7 +9,7 @@ import torch
 
 from mla_var3.attention.backends.latent import LATENT_DESIGNS, LatentBackend
 from mla_var3.attention.backends.plans import PlannedBackend, service_of
-from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
+from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.prefix.decompressed import GroupedPrefixBackend
 from mla_var3.attention.request.shape import CallShape
@@ -17,17 +17,6 @@ from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import current_name, discover_kernels
-
-__all__ = [
-    "AUTO",
-    "TORCH_TILED",
-    "Backend",
-    "backends",
-    "named",
-    "register",
-    "require_kernel_name",
-    "unregister",
-]
 
 AUTO = "auto"
 SHARED_PREFIX = "mla_var6_plus_v6"
@@ -111,10 +100,12 @@ def backends() -> list[Backend]:
     order = sorted(kernels, key=lambda kernel: (kernel.number, kernel.language != "cute-dsl"))
     for kernel in order:
         service = service_of(kernel)
-        if service is not None:
-            own.append(PlannedBackend(kernel, service))
-        if service is not None and kernel.full_name == SHARED_PREFIX and latent:
-            own.append(GroupedPrefixBackend(PlannedBackend(kernel, service), latent[0]))
+        if service is None:
+            continue
+        planned = PlannedBackend(kernel, service)
+        own.append(planned)
+        if kernel.full_name == SHARED_PREFIX and latent:
+            own.append(GroupedPrefixBackend(planned, latent[0]))
     own.append(TorchTiled())
     return found + [known for known in own if (known.kernel, known.language) not in taken]
 

@@ -73,10 +73,9 @@ def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
             )
         bounds = task.cu_seqlens_q.tolist()
     rows, rope = (q.reshape(-1, *q.shape[-2:]) for q in (task.q, task.q_rope))
-    output = _output(task, (*task.q.shape[:-1], task.width))
+    output = task.q.new_zeros((*task.q.shape[:-1], task.width))
     lse = task.q.new_full(task.q.shape[:-1], -math.inf, dtype=torch.float32)
     flat, flat_lse = output.view(-1, task.h, task.width), lse.view(-1, task.h)
-    flat[bounds[-1] :] = 0.0
     for request, (first, last) in enumerate(itertools.pairwise(bounds)):
         if first == last:
             continue
@@ -89,7 +88,7 @@ def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
                 cu_seqlens_q=None, out=None,
             )
         )  # fmt: skip
-    return output, lse
+    return _deliver(task, output), lse
 
 
 def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,9 +104,8 @@ def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
             )
         s = int(rows.counts.max()) if rows.counts.numel() else 0
     lse = task.q.new_full((total, task.h), -math.inf, dtype=torch.float32)
-    output = _output(task, (total, task.h, task.width))
     if s == 0 or total == 0:
-        return output.zero_(), lse
+        return _deliver(task, task.q.new_zeros((total, task.h, task.width))), lse
     first = task.cu_seqlens_q[:-1].long()
     places = (first[:, None] + torch.arange(s, device=first.device)).clamp(0, total - 1)
     padded = replace(task, q=task.q[places], q_rope=task.q_rope[places], out=None)
@@ -117,8 +115,9 @@ def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     attended, attended_lse = _attention(padded)
     offsets = rows.offsets.clamp(0, s - 1)
     valid = rows.valid & (rows.offsets < s)
-    output.copy_(torch.where(valid[:, None, None], attended[rows.requests, offsets], 0.0))
-    return output, torch.where(valid[:, None], attended_lse[rows.requests, offsets], lse)
+    output = torch.where(valid[:, None, None], attended[rows.requests, offsets], 0.0)
+    lse = torch.where(valid[:, None], attended_lse[rows.requests, offsets], lse)
+    return _deliver(task, output), lse
 
 
 def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,16 +131,16 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
     partials = [(up_project(latent.to(dtype), task.w_uv), lse)]
     q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]
-    for tiles in (_prefix_tiles(cache), _window_tiles(cache, dtype)):
-        if tiles is not None:
-            newest, newest_lse = _online(q_heads, tiles, sees, task.scale, task.width)
-            partials.append((newest.transpose(1, 2), newest_lse.transpose(1, 2)))
+    copies = []
+    if cache.k_prefix is not None:
+        copies.append(_prefix_tiles(cache, dtype))
+    if cache.k_new is not None and cache.window_start is not None:
+        copies.append(_ring_tiles(cache, dtype))
+    for tiles in copies:
+        part, part_lse = _online(q_heads, tiles, sees, task.scale, task.width)
+        partials.append((part.transpose(1, 2), part_lse.transpose(1, 2)))
     output, lse = merge_partials(partials)
     return _deliver(task, output), lse
-
-
-def _output(task: AttentionTask, shape: tuple[int, ...]) -> torch.Tensor:
-    return task.q.new_empty(shape) if task.out is None else task.out
 
 
 def _deliver(task: AttentionTask, output: torch.Tensor) -> torch.Tensor:
@@ -213,24 +212,13 @@ def _latent_tiles(
         yield keys[:, None], keys[:, None, :, : latent.shape[-1]], positions
 
 
-def _window_tiles(cache: CacheView, dtype: torch.dtype) -> Iterator[Tile] | None:
-    if cache.k_new is None or cache.v_new is None or cache.window_start is None:
-        return None
-    return _ring_tiles(cache, cache.k_new, cache.v_new, cache.window_start, dtype)
-
-
-def _ring_tiles(
-    cache: CacheView,
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    start: torch.Tensor,
-    dtype: torch.dtype,
-) -> Iterator[Tile]:
+def _ring_tiles(cache: CacheView, dtype: torch.dtype) -> Iterator[Tile]:
     """The ring, slot by slot; a slot's position is the newest that belongs into it."""
-    b, h, n, _ = k_new.shape
+    assert cache.k_new is not None and cache.v_new is not None and cache.window_start is not None
+    b, h, n, _ = cache.k_new.shape
     packed = cache.packed_window
     newest = cache.lengths.long()[:, None] - 1  # [b, 1]
-    start = start.long().clamp(min=cache.prefix)[:, None]
+    start = cache.window_start.long().clamp(min=cache.prefix)[:, None]
     step = _tile_size(b * h, None)
     for first in range(0, n, step):
         last = min(first + step, n)
@@ -239,11 +227,11 @@ def _ring_tiles(
         positions = torch.where(positions >= start, positions, -1)
         unused = (positions < 0)[:, None, :, None]
         if cache.scales is None or cache.k_rope_new is None:
-            rope = cache.rows(positions)[1]
+            rope = cache.rows(positions, dtype)[1]
         else:  # not rounded to 8 bits
             rope = cache.k_rope_new[:, first:last]
         if packed is None:
-            k_tile, v_tile = k_new[:, :, first:last], v_new[:, :, first:last]
+            k_tile, v_tile = (part[:, :, first:last] for part in (cache.k_new, cache.v_new))
         else:
             rounded = unpack_window(packed.part(first, last), last - first)
             k_tile, v_tile = (dequantise(rows, dtype) for rows in rounded)
@@ -251,23 +239,17 @@ def _ring_tiles(
         yield keys.masked_fill(unused, 0.0), v_tile.masked_fill(unused, 0.0), positions
 
 
-def _prefix_tiles(cache: CacheView) -> Iterator[Tile] | None:
-    if cache.k_prefix is None or cache.v_prefix is None:
-        return None
-    return _shared_tiles(cache, cache.k_prefix, cache.v_prefix)
-
-
-def _shared_tiles(
-    cache: CacheView, k_prefix: torch.Tensor, v_prefix: torch.Tensor
-) -> Iterator[Tile]:
+def _prefix_tiles(cache: CacheView, dtype: torch.dtype) -> Iterator[Tile]:
     """The shared prefix; every request has it, as far as its length goes."""
+    k_prefix, v_prefix = cache.k_prefix, cache.v_prefix
+    assert k_prefix is not None and v_prefix is not None
     b, (h, m, _) = cache.requests, k_prefix.shape
     step = _tile_size(b * h, None)
     for first in range(0, m, step):
         last = min(first + step, m)
         positions = torch.arange(first, last, device=k_prefix.device).expand(b, -1)
         if cache.scales is None or cache.k_rope_prefix is None:
-            rope = cache.rows(positions)[1]
+            rope = cache.rows(positions, dtype)[1]
         else:  # not rounded to 8 bits
             rope = cache.k_rope_prefix[first:last].expand(b, -1, -1)
         unused = (positions >= cache.lengths[:, None])[:, :, None]

@@ -29,11 +29,10 @@ from mla_var3.attention.request.checks import (
     index_tensor,
     require_bounds,
     require_device,
-    require_int,
     require_tensor,
 )
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.mla.problem import MOST
+from mla_var3.op.mla.problem import MOST, require_int
 from mla_var3.op.mla.window.formats import FP8
 
 Counts = torch.Tensor | Sequence[int]
@@ -153,8 +152,17 @@ class LatentCache:
         # A traced program slices the buffer itself, to see that both are one memory.
         return self._made_view() if torch.compiler.is_compiling() else self.kept_view
 
+    @property
+    def _has_whole_copy(self) -> bool:
+        """Whether the ring has a slot for every token, so that no change makes it lack one."""
+        shape = self._shape
+        return shape.window == shape.t and not shape.prefix and shape.window_form is not FP8
+
     def _made_view(self) -> CacheView:
         window, prefix, parts = self.window, self.prefix, self.storage.parts()
+        start = None if window is None else window.start
+        if self._has_whole_copy and torch.compiler.is_compiling():
+            start = None  # the way to say that a ring is full to the operators of a traced program
         view = CacheView(
             latent=parts.latent,
             rope=parts.rope,
@@ -162,7 +170,7 @@ class LatentCache:
             block_table=self.block_table,
             k_new=None if window is None else window.k_new,
             v_new=None if window is None else window.v_new,
-            window_start=None if window is None else window.start,
+            window_start=start,
             k_prefix=None if prefix is None else prefix.k_prefix,
             v_prefix=None if prefix is None else prefix.v_prefix,
             k_rope_new=None if window is None else window.k_rope_new,
@@ -277,18 +285,17 @@ class LatentCache:
             most: with weights, the host-side bound on `counts` for `refill`.
         """
         dropped = self._counts("counts", counts, MOST)
-        if self.window is not None and not self._ring_truncated:
+        if (w_uk is None) is not (w_uv is None):
+            raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")
+        if w_uk is not None and w_uv is not None:
+            self._require_refill(w_uk, w_uv, most)
+        if self.window is not None and not self._has_whole_copy and not self._ring_truncated:
             # Known on the host even where a CUDA graph repeats this.
             self._ring_truncated = True
             self.kept_view.forget_whole_ring()
-        if w_uk is None or w_uv is None:
-            if w_uk is not w_uv:
-                raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")
-            self._drop(dropped)
-            return
-        self._require_weights(w_uk, w_uv)
         self._drop(dropped)
-        self.refill(w_uk, w_uv, most)
+        if w_uk is not None and w_uv is not None:
+            self.refill(w_uk, w_uv, most)
 
     @torch.no_grad()
     def evict(self, requests: Counts) -> None:
@@ -353,13 +360,12 @@ class LatentCache:
             w_uv: `[h, k, v]`.
             most: tokens per request to bring back at most; by default a whole ring.
         """
-        self._require_weights(w_uk, w_uv)
+        self._require_refill(w_uk, w_uv, most)
         if self.window is None:
             return
-        most = self.window.n if most is None else most
-        require_int("most", most, minimum=0)
-        oldest = (self.lengths.long() - self.window.n).clamp(min=self._shape.prefix)
-        fill_ring(self.view(), w_uk, w_uv, oldest, min(most, self.window.n))
+        n = self.window.n
+        oldest = (self.lengths.long() - n).clamp(min=self._shape.prefix)
+        fill_ring(self.view(), w_uk, w_uv, oldest, n if most is None else min(most, n))
 
     def read_refused(self, *, reset: bool = True) -> list[int]:
         """Tokens of each request that did not fit; waits for the device.
@@ -411,6 +417,8 @@ class LatentCache:
 
     def _drop(self, dropped: torch.Tensor) -> None:
         """Drop tokens, int `[b]`, or all tokens of some requests, bool `[b]`."""
+        if not self._prefix_filled:
+            return  # no request has any, not even the shared prefix, which would stay
         self.index.drop(dropped)
         if self.window is not None:
             self.window.shrink(self.lengths)
@@ -446,6 +454,11 @@ class LatentCache:
         require_tensor("latent", latent, [*leading, ("k", self._shape.k)], dtypes, device)
         sizes = [(label, size) for (label, _), size in zip(leading, latent.shape, strict=False)]
         require_tensor("rope", rope, [*sizes, ("p", self._shape.p)], dtypes, device)
+
+    def _require_refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None) -> None:
+        self._require_weights(w_uk, w_uv)
+        if most is not None:
+            require_int("most", most, minimum=0)
 
     def _require_weights(self, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
         shape = self._shape

@@ -111,42 +111,6 @@ class CacheShape:
         )
 
 
-def pages_in_budget(shape: CacheShape, budget_bytes: int) -> int:
-    """Pages of a paged cache that fit a budget beside its other parts.
-
-    Raises:
-        InvalidArgumentError: not even the shared prefix and one page fit.
-    """
-    if shape.page_size is None:
-        raise InvalidArgumentError("page_size", "a number of tokens", None)
-    page_bytes = shape.page_size * shape.row_bytes + 2 * _INT32
-    fixed = replace(shape, num_pages=0).sizes().total_bytes
-    least = shape.prefix // shape.page_size + 1
-    pages = (budget_bytes - fixed) // page_bytes
-    if pages < least:
-        raise InvalidArgumentError(
-            "budget_bytes", f"at least {fixed + least * page_bytes} bytes", budget_bytes
-        )
-    return min(pages, shape.b * (shape.t // shape.page_size))
-
-
-def slots_in_budget(shape: CacheShape, budget_bytes: int) -> int:
-    """Slots per request of a dense cache that fit a budget, in steps of 64.
-
-    Raises:
-        InvalidArgumentError: not even one step, or the prefix, fits.
-    """
-    step_bytes = shape.b * PAGE_STEP * shape.row_bytes
-    fixed = replace(shape, t=0).sizes().total_bytes
-    steps = (budget_bytes - fixed) // step_bytes
-    least = max(1, -(-shape.prefix // PAGE_STEP))
-    if steps < least:
-        raise InvalidArgumentError(
-            "budget_bytes", f"at least {fixed + least * step_bytes} bytes", budget_bytes
-        )
-    return int(steps) * PAGE_STEP
-
-
 def cache_shape(
     b: int,
     t: int | None,
@@ -211,11 +175,12 @@ def _window_form(window: int, window_dtype: str | None) -> WindowForm:
 
 def _dense_shape(shape: CacheShape, t: int | None, budget_bytes: int | None) -> CacheShape:
     """The shape of a dense cache: `t` slots per request, and no more than the budget gives."""
-    if budget_bytes is not None:
-        fitting = slots_in_budget(shape, budget_bytes)
-        t = fitting if t is None else min(t, fitting)
-    least = max(1, shape.window, shape.prefix)
-    require_int("t", t, minimum=least)
+    if budget_bytes is not None:  # in steps of 64 slots
+        step_bytes = shape.b * PAGE_STEP * shape.row_bytes
+        least = max(1, -(-shape.prefix // PAGE_STEP))
+        steps = _bought(replace(shape, t=0), budget_bytes, step_bytes, least)
+        t = steps * PAGE_STEP if t is None else min(t, steps * PAGE_STEP)
+    require_int("t", t, minimum=max(1, shape.window, shape.prefix))
     return replace(shape, t=t or 0)
 
 
@@ -232,10 +197,22 @@ def _paged_shape(
         )
     max_pages, shared = -(-shape.t // page_size), shape.prefix // page_size
     shape = replace(shape, page_size=page_size, t=max_pages * page_size)
+    needed = shared + shape.b * (max_pages - shared)
     if budget_bytes is not None:
-        num_pages = pages_in_budget(shape, budget_bytes)
+        page_bytes = page_size * shape.row_bytes + 2 * _INT32
+        num_pages = min(needed, _bought(shape, budget_bytes, page_bytes, shared + 1))
     elif num_pages is None:
-        num_pages = shared + shape.b * (max_pages - shared)
-    require_int("num_pages", num_pages, minimum=max(1, shared))
-    require_size("num_pages", num_pages)
+        num_pages = needed
+    require_size("num_pages", num_pages, minimum=max(1, shared))
     return replace(shape, num_pages=num_pages)
+
+
+def _bought(shape: CacheShape, budget_bytes: int, step_bytes: int, least: int) -> int:
+    """Steps of so many bytes that a budget buys beside a cache of a shape, `least` or more."""
+    fixed = shape.sizes().total_bytes
+    steps = (budget_bytes - fixed) // step_bytes
+    if steps < least:
+        raise InvalidArgumentError(
+            "budget_bytes", f"at least {fixed + least * step_bytes} bytes", budget_bytes
+        )
+    return int(steps)

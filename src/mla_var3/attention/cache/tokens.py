@@ -20,14 +20,12 @@ class TokenRows:
         offsets: int64 `[m]`, place among the tokens of the request.
         valid: bool `[m]`, whether the row holds a token.
         counts: int64 `[b]`, tokens of each request.
-        most: host-side bound on the counts.
     """
 
     requests: torch.Tensor
     offsets: torch.Tensor
     valid: torch.Tensor
     counts: torch.Tensor
-    most: int
 
 
 def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.device) -> TokenRows:
@@ -40,7 +38,7 @@ def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.devic
     else:
         counts = counts.clamp(0, m)
         valid = offsets < counts[requests]
-    return TokenRows(requests, offsets, valid, counts, m)
+    return TokenRows(requests, offsets, valid, counts)
 
 
 def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
@@ -55,7 +53,7 @@ def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
     offsets = index - bounds[requests]
     valid = (found < bounds.shape[0] - 1) & (offsets >= 0)
     counts = (bounds[1:] - bounds[:-1]).clamp(0, total)
-    return TokenRows(requests, offsets, valid, counts, total)
+    return TokenRows(requests, offsets, valid, counts)
 
 
 @dataclass(frozen=True)

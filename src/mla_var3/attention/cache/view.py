@@ -8,12 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_var3.attention.request.checks import (
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    require_int,
-    require_tensor,
-)
+from mla_var3.attention.request.checks import FLOAT_DTYPES, INDEX_DTYPES, require_tensor
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cache_formats import (
     BYTE_DTYPES,
@@ -23,6 +18,7 @@ from mla_var3.op.mla.cache_formats import (
     dequantise,
     format_of,
 )
+from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.window.packed import PackedWindow
 
 
@@ -165,6 +161,10 @@ class CacheView:
         scales = self.scales if self.scales.dim() == 1 else gather(self.scales)
         return dequantise(QuantisedCache(gather(self.latent), gather(self.rope), scales), dtype)
 
+    def without_copies(self) -> CacheView:
+        """The latent cache alone, without decompressed tokens."""
+        return CacheView(self.latent, self.rope, self.lengths, self.block_table, scales=self.scales)
+
     def request(self, number: int) -> CacheView:
         """The view of one request, a batch of one."""
         return self.span(number, number + 1)
@@ -192,7 +192,8 @@ class CacheView:
         given ones instead of older tokens. So it is left out, unless it has a slot for every token.
         """
         if self.k_new is None or self.window >= self.capacity:
-            return replace(self, lengths=lengths)
+            view = replace(self, lengths=lengths)
+            return view.with_whole_ring() if self.ring_whole else view
         return replace(
             self, lengths=lengths, k_new=None, v_new=None, window_start=None, k_rope_new=None,
             window_scales=None,
@@ -201,12 +202,14 @@ class CacheView:
     def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of all tokens, slot x at position x; None where the cache lacks some.
 
-        A ring as long as the cache never turns. Of a shared prefix it has nothing. One in 8 bits is
-        no copy.
+        A ring as long as the cache never turns. Of a shared prefix it has nothing, and where it
+        starts later, it lacks tokens. One in 8 bits is no copy.
         """
         if self.k_new is None or self.v_new is None or self.window_scales is not None:
             return None
         if self.prefix or self.window != self.capacity:
+            return None
+        if self.window_start is not None and not self.ring_whole:
             return None
         return self.k_new, self.v_new
 

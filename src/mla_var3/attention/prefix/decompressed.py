@@ -112,42 +112,31 @@ class GroupedPrefixBackend:
         rows = tuple(task.q.shape[:-1])
         output = task.q.new_empty((*rows, task.width)) if task.out is None else task.out
         lse = task.q.new_empty(rows, dtype=torch.float32)
-        cache = task.cache
-        plain = CacheView(
-            cache.latent, cache.rope, cache.lengths, cache.block_table, scales=cache.scales
-        )
+        plain = task.cache.without_copies()
+
+        def attend(backend: Inner, view: CacheView, first: int, last: int) -> None:
+            """The requests `first..last-1` as a call of their own."""
+            own = slice(first, last)
+            part = replace(
+                task,
+                q=task.q[own],
+                q_rope=task.q_rope[own],
+                cache=view.span(first, last),
+                tree=None if task.tree is None else task.tree[own],
+                prefix=None,
+                out=output[own],
+            )
+            lse[own] = backend.run(part)[1]
+
         done = 0
-        for copy in (*task.prefix.copies, None):
-            first = cache.requests if copy is None else copy.first
-            if done < first:
-                _run_span(self._others, task, plain, done, first, output, lse)
-            if copy is not None:
-                shared = replace(
-                    plain, k_prefix=copy.keys, v_prefix=copy.values, k_rope_prefix=copy.rope
-                )
-                _run_span(self._inner, task, shared, first, copy.last, output, lse)
-                done = copy.last
+        for copy in task.prefix.copies:
+            if done < copy.first:
+                attend(self._others, plain, done, copy.first)
+            shared = replace(
+                plain, k_prefix=copy.keys, v_prefix=copy.values, k_rope_prefix=copy.rope
+            )
+            attend(self._inner, shared, copy.first, copy.last)
+            done = copy.last
+        if done < plain.requests:
+            attend(self._others, plain, done, plain.requests)
         return output, lse
-
-
-def _run_span(
-    backend: Inner,
-    task: AttentionTask,
-    cache: CacheView,
-    first: int,
-    last: int,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """The requests `first..last-1` as a call of their own, into their part of the results."""
-    taken = slice(first, last)
-    part = replace(
-        task,
-        q=task.q[taken],
-        q_rope=task.q_rope[taken],
-        cache=cache.span(first, last),
-        tree=None if task.tree is None else task.tree[taken],
-        prefix=None,
-        out=output[taken],
-    )
-    lse[taken] = backend.run(part)[1]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from mla_var3.attention.prefix.groups import LEVELS, PrefixGroups
-from mla_var3.attention.request.checks import require_int
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import require_int
 
 
 @dataclass

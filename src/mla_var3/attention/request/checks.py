@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,23 +24,6 @@ Shape = Sequence[tuple[str, int | None]]
 """(label, size) per dimension; a size of None takes any."""
 
 DEBUG_VARIABLE = "HYPER_MLA_DEBUG"
-
-__all__ = [
-    "DEBUG_VARIABLE",
-    "FLOAT_DTYPES",
-    "INDEX_DTYPES",
-    "Shape",
-    "debug_on",
-    "index_tensor",
-    "kernel_ready",
-    "readable",
-    "require_bounds",
-    "require_device",
-    "require_int",
-    "require_range",
-    "require_tensor",
-    "zero_rows",
-]
 
 # Every call asks. The mapping behind `os.environ` answers at once; `os.environ` itself encodes the
 # name, and raises and catches two errors where the variable is not set, as it mostly is.

@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 from mla_var3.attention.request.checks import (
-    DEBUG_VARIABLE,
     debug_on,
     readable,
     require_bounds,
@@ -19,9 +18,6 @@ from mla_var3.attention.request.checks import (
 )
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-
-VARIABLE = DEBUG_VARIABLE
-is_on = debug_on
 
 
 def check_values(task: AttentionTask) -> None:
@@ -32,9 +28,10 @@ def check_values(task: AttentionTask) -> None:
         UnsupportedError: The variable is set while a CUDA graph is captured.
     """
     cache = task.cache
-    bounded = task.max_kv is not None and task.max_kv < cache.capacity
-    limit = task.max_kv if bounded and task.max_kv is not None else cache.capacity
-    require_range("lengths", cache.lengths, 0, limit, "max_kv" if bounded else "t")
+    limit, limit_name = cache.capacity, "t"
+    if task.max_kv is not None and task.max_kv < limit:
+        limit, limit_name = task.max_kv, "max_kv"
+    require_range("lengths", cache.lengths, 0, limit, limit_name)
     if task.cu_seqlens_q is not None:
         require_bounds("cu_seqlens_q", task.cu_seqlens_q, task.q.shape[0])
     if readable(cache.lengths):

@@ -32,9 +32,17 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
 
 def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
     """See `tree_ancestors`; `name` is what a caller calls the parents."""
-    _require_parents(name, parents)
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
+    if readable(parents):
+        wrong = ((parents < -1) | (parents >= order)).nonzero()
+        if len(wrong):
+            index = wrong[0].tolist()
+            raise InvalidArgumentError(
+                f"{name}{index}",
+                f"-1 or the index of a token before token {index[-1]}",
+                parents[tuple(index)].item(),
+            )
     is_parent = (parents[..., None] == order) & (order < order[:, None])
     reach = (is_parent | torch.eye(s, dtype=torch.bool, device=parents.device)).float()
     steps = 1
@@ -44,22 +52,7 @@ def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
-def _require_parents(name: str, parents: torch.Tensor) -> None:
-    """Require every parent before its token, if the host may look."""
-    if not readable(parents):
-        return
-    order = torch.arange(parents.shape[-1], device=parents.device)
-    wrong = ((parents < -1) | (parents >= order)).nonzero()
-    if len(wrong):
-        index = wrong[0].tolist()
-        raise InvalidArgumentError(
-            f"{name}{index}",
-            f"-1 or the index of a token before token {index[-1]}",
-            parents[tuple(index)].item(),
-        )
-
-
-def checked_tree(tree: object, b: int, s: int, device: torch.device) -> torch.Tensor:
+def checked_tree(tree: torch.Tensor, b: int, s: int, device: torch.device) -> torch.Tensor:
     """Any accepted tree mask as bool `[b, s, s]`.
 
     Args:
@@ -68,8 +61,6 @@ def checked_tree(tree: object, b: int, s: int, device: torch.device) -> torch.Te
         s: query tokens; the most of any request when they differ.
         device: where it has to be.
     """
-    if not isinstance(tree, torch.Tensor):
-        raise InvalidArgumentError("tree_mask", "a tensor", type(tree).__name__)
     is_mask = tree.dtype is torch.bool
     tail = [("s", s), ("s", s)] if is_mask else [("s", s)]
     shape = tail if tree.dim() == len(tail) else [("b", b), *tail]

@@ -132,16 +132,13 @@ class CallShape:
 
     def workload(self) -> Workload:
         """The call as the model of time sees it."""
+        token_bytes = None
+        if self.cache_dtype is not None:
+            token_bytes = cache_format(self.cache_dtype).row_bytes(self.k, self.p)
         return Workload(
             self.problem(), self.window, self.prefix or self.prefix_copies, self.latent_only, None,
-            self.shared, self.groups, self.cache_dtype, self._token_bytes(), self.window_dtype,
+            self.shared, self.groups, self.cache_dtype, token_bytes, self.window_dtype,
         )  # fmt: skip
-
-    def _token_bytes(self) -> int | None:
-        """Bytes of a token of an 8-bit cache."""
-        if self.cache_dtype is None:
-            return None
-        return cache_format(self.cache_dtype).row_bytes(self.k, self.p)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""

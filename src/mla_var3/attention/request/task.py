@@ -24,7 +24,7 @@ class AttentionTask:
             with `cu_seqlens_q`.
         q_rope: `[b, s, h, p]`, or `[total, h, p]`.
         cache: the KV tokens.
-        w_uk, w_uv: `[h, d, k]` and `[h, k, d]`; None when the caller does the projections.
+        w_uk, w_uv: `[h, d, k]` and `[h, k, v]`; None when the caller does the projections.
         causal: whether a query sees no later position.
         scale: factor on the logits.
         tree: bool `[b, s, s]`; None for plain causal order.

@@ -14,14 +14,13 @@ from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     index_tensor,
-    require_int,
     require_tensor,
 )
 from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import require_scale
+from mla_var3.op.mla.problem import require_int, require_scale
 from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
 
@@ -87,8 +86,7 @@ def latent_task(
     p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
     shape = [*rows, ("h", q_latent.shape[-2]), ("p", p)]
     require_tensor("q_rope", q_rope, shape, [q_latent.dtype], q_latent.device)
-    view = _checked_view(cache, q_latent.shape[-1], q_rope, options)
-    view = CacheView(view.latent, view.rope, view.lengths, view.block_table, scales=view.scales)
+    view = _checked_view(cache, q_latent.shape[-1], q_rope, options).without_copies()
     width = head_width + q_rope.shape[-1]
     return _task(q_latent, q_rope, view, None, None, options, width, q_latent.shape[-1])
 
@@ -97,10 +95,9 @@ def _query_rows(name: str, q: object, options: Options) -> list[tuple[str, int |
     """Checks the queries; their dimensions before the heads."""
     ragged = options.cu_seqlens_q is not None
     labels = ("total_q",) if ragged else ("b", "s")
-    tail = {"q_nope": "d"}.get(name, "k")
-    shape: list[tuple[str, int | None]] = [(label, None) for label in (*labels, "h", tail)]
-    checked = require_tensor(name, q, shape, FLOAT_DTYPES, None)
-    for label, size in zip((*labels, "h", tail), checked.shape, strict=True):
+    every = (*labels, "h", "d" if name == "q_nope" else "k")
+    checked = require_tensor(name, q, [(label, None) for label in every], FLOAT_DTYPES, None)
+    for label, size in zip(every, checked.shape, strict=True):
         if size == 0 and label not in ("total_q", "b"):
             raise InvalidArgumentError(name, f"{label} of at least 1", list(checked.shape))
     return [(label, size) for label, size in zip(labels, checked.shape, strict=False)]
@@ -253,6 +250,8 @@ def _task(
         if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
             got = f"strides {out.stride()}, as of an expanded tensor"
             raise InvalidArgumentError("out", "a place of its own for every value", got)
+    if options.scale is not None:
+        require_scale(options.scale)
     task = AttentionTask(
         q=q,
         q_rope=q_rope,
@@ -260,7 +259,7 @@ def _task(
         w_uk=w_uk,
         w_uv=w_uv,
         causal=options.causal,
-        scale=_scale(options.scale, key_width),
+        scale=float(key_width**-0.5 if options.scale is None else options.scale),
         tree=tree,
         cu_seqlens_q=query_bounds,
         max_q=max_q,
@@ -275,10 +274,3 @@ def _task(
     )
     check_values(task)
     return task
-
-
-def _scale(scale: float | None, key_width: int) -> float:
-    if scale is None:
-        return float(key_width**-0.5)
-    require_scale(scale)
-    return float(scale)

@@ -15,13 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mla_var3.attention.backends.plans import PlannedBackend, tuning_plan
-from mla_var3.attention.backends.registry import (
-    AUTO,
-    TORCH_TILED,
-    Backend,
-    backends,
-    named,
-)
+from mla_var3.attention.backends.registry import AUTO, Backend, backends, named
+from mla_var3.attention.backends.torch_tiled import TORCH_TILED
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.select.tuned import Measured, has_histories, local_result
 from mla_var3.conf.devices import DeviceSpec
@@ -29,7 +24,7 @@ from mla_var3.errors import HyperMlaError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
 from mla_var3.op.mla.model.mix import WORTH_MIXING
 from mla_var3.op.mla.model.times import BORROWED, IDEAL, Estimate
-from mla_var3.runtime.paths import KernelId, find_kernel
+from mla_var3.runtime.paths import find_kernel
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +305,7 @@ def _target_refusal(backend: Backend, spec: DeviceSpec) -> str | None:
 def _measured(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Measured | None:
     if not isinstance(backend, PlannedBackend) or backend.missing() or not has_histories(spec):
         return None
-    kernel: KernelId = find_kernel(backend.kernel, language=backend.language)
+    kernel = find_kernel(backend.kernel, language=backend.language)
     try:
         return local_result(tuning_plan(kernel, shape, spec.name), spec)
     except HyperMlaError as error:  # no reason not to run the kernel

@@ -13,7 +13,7 @@ from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.autotune.history import History, history_path, median_us, tuning_key
 from mla_var3.runtime.autotune.units import Unit, units_of
 from mla_var3.runtime.paths import cache_root, slug
-from mla_var3.runtime.stage import Stage, Tiling, tiling_from_dict
+from mla_var3.runtime.stage import Tiling, tiling_from_dict
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,8 @@ def local_result(plan: Any, spec: DeviceSpec) -> Measured | None:
     Returns:
         None when a kernel of the plan was not timed for exactly this problem.
     """
-    if not has_histories(spec):
-        return None
     total, files = 0.0, []
-    for _, history in _histories(plan.plan(*plan.prepare_inputs("meta")), plan, spec):
+    for _, history in _histories(plan, spec):
         best = history.best()
         if best is None:
             return None
@@ -61,7 +59,7 @@ def best_tilings(plan: Any, spec: DeviceSpec) -> dict[str, Tiling]:
     if not has_histories(spec):
         return {}
     found: dict[str, Tiling] = {}
-    for unit, history in _histories(plan.plan(*plan.prepare_inputs("meta")), plan, spec):
+    for unit, history in _histories(plan, spec):
         best = history.best()
         if best is not None:
             configs = unit.by_kernel(best["config"])
@@ -70,7 +68,7 @@ def best_tilings(plan: Any, spec: DeviceSpec) -> dict[str, Tiling]:
     return found
 
 
-def _histories(stage: Stage, plan: Any, spec: DeviceSpec) -> Iterator[tuple[Unit, History]]:
-    for unit in units_of(stage):
+def _histories(plan: Any, spec: DeviceSpec) -> Iterator[tuple[Unit, History]]:
+    for unit in units_of(plan.plan(*plan.prepare_inputs("meta"))):
         key = tuning_key(plan, spec, unit.name, unit.kernels.values())
         yield unit, History(history_path(plan, spec, key), key)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mla_var3.cli.arguments import Parser, ValueType
 from mla_var3.cli.console import ProgressReporter, print_json, print_table, say
 from mla_var3.runtime.markdown import table, write_json
-from mla_var3.runtime.paths import make_folder, output_root, timestamp
+from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
 
 if TYPE_CHECKING:
     from mla_var3.report.accuracy import AccuracyRow
@@ -58,7 +58,7 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
         return 0
     folder = make_folder(values["out_dir"] or output_root() / "accuracy" / timestamp())
     write_json(folder / "accuracy.json", record)
-    (folder / "accuracy.md").write_text(table(*_cells(rows)) + "\n")
+    write_atomic(folder / "accuracy.md", table(*_cells(rows)) + "\n")
     written = [folder / "accuracy.json", folder / "accuracy.md"]
     written += accuracy_plot(rows, folder / "accuracy")
     if not values["json"]:

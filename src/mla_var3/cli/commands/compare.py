@@ -21,7 +21,7 @@ from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype
 from mla_var3.runtime.profiling import profile_plan
 from mla_var3.runtime.profiling.common import stage_figures
 
-_SHARED_OPTIONS = ("language", "prof_type", "bench_runs", "no_autotune", "retune", "check")
+_RUN_OPTIONS = ("prof_type", "bench_runs", "no_autotune", "retune", "check")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_sizes(note="", **unset)
     group.add_option("dtype", "NAME", "bfloat16 or float16", **unset)
     group.add_lengths(note="", **unset)
-    for name in _SHARED_OPTIONS:
+    for name in ("language", *_RUN_OPTIONS):
         _, text, settings = RUN_OPTIONS[name]
         group.add_argument(f"--{name}", help=text, **settings, **unset)
 
@@ -57,6 +57,8 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
     sources = [_source(item, values) for item in items]
     if values["for_device"] and not values["static"]:
         raise console.UsageError("--for_device: only together with --static")
+    if values["static"] and (running := [n for n in _RUN_OPTIONS if n in values]):
+        raise console.UsageError(f"--{running[0]}: not together with --static, which runs nothing")
     kernels = [source for source in sources if not isinstance(source, Path)]
     given = [n for n in values if n not in ("static", "for_device") or values[n]]
     if given and not kernels:

@@ -96,6 +96,8 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     """All findings, and a command for each engine that is installed."""
+    if tp < 1:
+        raise InvalidArgumentError("--tp", "a positive integer", tp)
     findings = [*_hardware(), _compiler()]
     commands = []
     name = "MODEL" if model is None else str(model)
@@ -180,9 +182,11 @@ def _model(folder: Path, tp: int) -> list[Finding]:
     """What the model's attention is, and whether the kernel serves it."""
     path = folder / "config.json" if folder.is_dir() else folder
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError("--model", "a folder with config.json", str(error)) from error
+    if not isinstance(config, dict):
+        raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
     config = config.get("text_config") or config
     kind = str(config.get("model_type", "unknown"))
     k, p = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
@@ -193,8 +197,10 @@ def _model(folder: Path, tp: int) -> list[Finding]:
         return [Finding("model", found, "refused", "sparse attention; the kernel is dense")]
     if LatentWidths(int(k), int(p or 0)) not in LATENT_WIDTHS:
         return [Finding("model", found, "refused", f"the kernel serves (k, p) = {served_widths()}")]
-    heads = int(config.get("num_attention_heads", 0))
-    if tp < 1 or heads % tp:
+    heads = int(config.get("num_attention_heads") or 0)
+    if not heads:
+        raise InvalidArgumentError("--model", "a config.json with num_attention_heads", "none")
+    if heads % tp:
         raise InvalidArgumentError("--tp", f"a divisor of the model's {heads} heads", tp)
     findings = [Finding("model", f"{found}, {heads // tp} heads per GPU", "ok")]
     drafts = config.get("num_nextn_predict_layers")

@@ -64,7 +64,7 @@ def env_facts() -> dict[str, Any]:
 
 
 def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
-    """The driver that cuTile kernels need, and whether this machine has it."""
+    """The driver with which cuTile kernels can be profiled, and whether this machine has it."""
     found = (gpu or {}).get("driver")
     fits = None if not found else version_numbers(found) >= version_numbers(CUTILE_DRIVER)
     remark = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"

@@ -35,25 +35,26 @@ CPU_CHECK_FLOPS = 3e9
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m mla_var3.kernel <kernel> [<version>] [options]`; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return console.guarded(lambda: _main(arguments))
+    return console.guarded(lambda: _main(_arguments(argv)))
 
 
 def main_for_design(package: str, argv: Sequence[str] | None = None) -> int:
     """`python -m mla_var3.kernel.<language>.<layer>.<design> [<version>] [options]`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return console.guarded(lambda: _main_for_design(package, arguments))
+    return console.guarded(lambda: _main_for_design(package, _arguments(argv)))
 
 
 def run_plan(plan: KernelPlan, argv: Sequence[str] | None = None) -> int:
     """The command line of one plan, whose values are the defaults; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> int:
         importable = _importable(plan)
-        return _run(importable, arguments, importable.name)
+        return _run(importable, _arguments(argv), importable.name)
 
     return console.guarded(run)
+
+
+def _arguments(argv: Sequence[str] | None) -> list[str]:
+    return list(sys.argv[1:] if argv is None else argv)
 
 
 def _main(argv: list[str]) -> int:

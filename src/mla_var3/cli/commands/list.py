@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mla_var3.cli.arguments import Parser
@@ -24,6 +25,7 @@ class Gpu:
     target: str
 
 
+@cache
 def find_gpu() -> tuple[Gpu | None, str]:
     """The first GPU as nvidia-smi reports it, or None and why there is none.
 

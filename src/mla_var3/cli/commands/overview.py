@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from pathlib import Path
@@ -59,9 +58,7 @@ def _lost(record: Path) -> None:
         if row.status == FAILED:
             console.note(f"{row.label}: {row.reason}; {record} has the rows measured so far")
     if threading.current_thread() is not threading.main_thread():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(console.EXIT_FAILED)
+        console.end_process()
 
 
 def _print_summary(result: overview.OverviewResult) -> None:

@@ -66,8 +66,6 @@ _WAITS = {
     "memory": "memory",
     "together": "both at once",
 }
-
-
 _WAYS = {
     COPIED: "do not share the prefix",
     LATENT: "share the prefix in latent form",
@@ -121,11 +119,13 @@ def _budget(text: str, spec: DeviceSpec) -> int:
 def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the plan, and write it with its plots."""
     values = parser.parse(argv)
-    layers, out_dir, device = values["layers"], values["out_dir"], values["device_name"]
+    layers, device = values["layers"], values["device_name"]
     with usage_errors():
         spec = planning_device() if device is None else device_spec(device)
     problem, form = _problem(values)
     budget = _budget(values["budget"], spec)
+    if values["prefix"] is None and values["groups"] != 1:
+        raise InvalidArgumentError("groups", "1 without --prefix", values["groups"])
     if values["prefix"] is not None:
         given = {
             "dtype": values["dtype"] == FP8.name,
@@ -136,37 +136,26 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
             if used:
                 raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
-        _show_prefix(plan_prefix(shared, spec, budget, layers), values["json"], out_dir)
+        _show(plan_prefix(shared, spec, budget, layers), values["json"], values["out_dir"])
         return 0
-    plan = plan_window(
-        problem,
-        MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form),
-        budget,
-        layers=layers,
-        multiple=WINDOW_STEP,
-    )
-    if values["json"]:
-        print_json(plan.to_dict())
-        if out_dir is not None:
-            write_plan(plan, make_folder(out_dir))
-        return 0
-    folder = make_folder(out_dir or output_root() / "plan" / timestamp())
-    _print(plan)
-    for file in write_plan(plan, folder):
-        say(f"written: {file}")
+    model = MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form)
+    plan = plan_window(problem, model, budget, layers=layers, multiple=WINDOW_STEP)
+    _show(plan, values["json"], values["out_dir"])
     return 0
 
 
-def _show_prefix(plan: PrefixPlan, as_json: bool, out_dir: Path | None) -> None:
-    """Print what sharing gains, as a table or as JSON, and write the JSON to a folder."""
-    record = plan.to_dict()
+def _show(plan: WindowPlan | PrefixPlan, as_json: bool, out_dir: Path | None) -> None:
+    """Print a plan and write its files; as JSON write them only to a folder that was given."""
+    if out_dir is None and not as_json:
+        out_dir = output_root() / "plan" / timestamp()
+    folder = None if out_dir is None else make_folder(out_dir)
     if as_json:
-        print_json(record)
-    else:
+        print_json(plan.to_dict())
+    elif isinstance(plan, PrefixPlan):
         _print_prefix(plan)
-    if out_dir is not None:
-        file = make_folder(out_dir) / "plan.json"
-        write_json(file, record)
+    else:
+        _print(plan)
+    for file in [] if folder is None else write_plan(plan, folder):
         if not as_json:
             say(f"written: {file}")
 
@@ -201,12 +190,14 @@ def _print_prefix(plan: PrefixPlan) -> None:
     say(_PREDICTED)
 
 
-def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:
-    """Write the plan as JSON, as a page and as plots of time against n and against memory."""
+def write_plan(plan: WindowPlan | PrefixPlan, folder: Path) -> list[Path]:
+    """Write the plan as JSON; of a window also a page and plots of time against n and memory."""
     from mla_var3.report.plots import line_plot
 
     record, page = folder / "plan.json", folder / "plan.md"
     write_json(record, plan.to_dict())
+    if isinstance(plan, PrefixPlan):
+        return [record]
     curves = _curves(plan)
     axes = {
         "n": "decompressed tokens per request, n",
@@ -349,26 +340,22 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
     keep = {0, plan.chosen.n, plan.unlimited.n, plan.curve[-1].n}
     step = math.ceil(len(plan.curve) / _MOST_ROWS)
     keep |= {point.n for point in plan.curve[::step]}
-    rows: list[tuple[object, ...]] = []
-    for point in plan.curve:
-        if point.n not in keep:
-            continue
-        all_layers = byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None
-        rows.append(
-            (
-                point.n,
-                byte_count(point.window_bytes),
-                all_layers,
-                point.sms,
-                microseconds(point.estimate.kernel_us),
-                microseconds(point.estimate.call_us),
-                microseconds(point.estimate.steady_call_us),
-                _WAITS[point.bound],
-                None if point.joules is None else f"{point.joules:.2f} J",
-                _remark(plan, point),
-            )
+    return [
+        (
+            point.n,
+            byte_count(point.window_bytes),
+            byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None,
+            point.sms,
+            microseconds(point.estimate.kernel_us),
+            microseconds(point.estimate.call_us),
+            microseconds(point.estimate.steady_call_us),
+            _WAITS[point.bound],
+            None if point.joules is None else f"{point.joules:.2f} J",
+            _remark(plan, point),
         )
-    return rows
+        for point in plan.curve
+        if point.n in keep
+    ]
 
 
 def _remark(plan: WindowPlan, point: PlanPoint) -> str:

@@ -65,7 +65,8 @@ def complete_settings(arguments: Any) -> None:
     if arguments.page_size is None:
         arguments.page_size = PAGE_SIZE
     elif arguments.page_size % PAGE_SIZE:
-        raise ValueError(f"--page-size: {NAME} needs {PAGE_SIZE}, got {arguments.page_size}")
+        got = arguments.page_size
+        raise ValueError(f"--page-size: {NAME} needs {PAGE_SIZE} or a multiple, got {got}")
     if arguments.speculative_algorithm is not None:
         # Else verification would run on the prefill backend.
         arguments.speculative_attention_mode = "decode"

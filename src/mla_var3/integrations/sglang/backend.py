@@ -84,7 +84,9 @@ class HyperMLABackend(AttentionBackend):
         if major != 9:
             raise ValueError(f"{NAME} runs on Hopper (sm_90), this GPU is sm_{major}{minor}")
         if self.page_size % paged.PAGE_SIZE:
-            raise ValueError(f"{NAME} needs --page-size {paged.PAGE_SIZE}, got {self.page_size}")
+            raise ValueError(
+                f"{NAME} needs --page-size {paged.PAGE_SIZE} or a multiple, got {self.page_size}"
+            )
         heads = runner.model_config.num_attention_heads // attention_ranks()
         for s, tree in {(1, False), (self.draft_tokens, False), (self.draft_tokens, True)}:
             if s:
@@ -102,7 +104,8 @@ class HyperMLABackend(AttentionBackend):
         mode = forward_batch.forward_mode
         lengths = forward_batch.seq_lens.to(torch.int32)
         most = forward_batch.seq_lens_cpu
-        table = self._table(forward_batch, None if most is None else int(most.max()))
+        known = most is not None and most.numel() > 0  # an idle rank has no requests
+        table = self._table(forward_batch, int(most.max()) if known else None)
         if mode.is_decode_or_idle():
             self.forward_metadata = Metadata(table, lengths, 1)
         elif mode.is_target_verify():

@@ -90,14 +90,10 @@ class CacheFormat:
         if columns and (k % columns or k == columns):
             expected = f"a multiple of {columns}, {2 * columns} or more ({self.name})"
             raise InvalidArgumentError("k", expected, k)
-        if not self.by_page and self.row_bytes(k, p) % self._step():
+        if columns and self.row_bytes(k, p) % _FLOAT32:  # its scales are read as float32
             raise InvalidArgumentError(
-                "p", f"rows of a multiple of {self._step()} bytes ({self.name})", p
+                "p", f"rows of a multiple of {_FLOAT32} bytes ({self.name})", p
             )
-
-    def _step(self) -> int:
-        """Bytes that the rows of a page, or its tokens, must be a multiple of."""
-        return _FLOAT32 if self.scale_columns is not None else 1
 
     def parts(
         self, buffer: torch.Tensor, k: int, p: int, scale: torch.Tensor | None = None

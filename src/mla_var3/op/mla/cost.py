@@ -135,7 +135,7 @@ def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: 
     require_int("multiple", multiple, minimum=1)
     last = problem.t // multiple * multiple
     # Past the longest request a larger window holds nothing more.
-    longest = min(last, _round_up(max(problem.kv_lengths), multiple))
+    longest = min(last, _ceil_div(max(problem.kv_lengths), multiple) * multiple)
     candidates = {0, longest}
     kink = _balanced_tokens(problem, peak_tflops, peak_gbps)
     if kink is not None:
@@ -164,11 +164,8 @@ def split_count(
         The split count of least estimated time, the smallest of equally good ones; never more
         than there are KV tiles.
     """
-    for argument, value in (
-        ("sm_count", sm_count),
-        ("rows_per_tile", rows_per_tile),
-        ("kv_tile", kv_tile),
-    ):
+    sizes = {"sm_count": sm_count, "rows_per_tile": rows_per_tile, "kv_tile": kv_tile}
+    for argument, value in sizes.items():
         require_int(argument, value, minimum=1)
     tiles = problem.b * _ceil_div(problem.s * problem.h, rows_per_tile)
     kv_tiles = max(1, _ceil_div(max(problem.kv_lengths), kv_tile))
@@ -232,7 +229,3 @@ def _largest_window(problem: MlaProblem, tokens: float) -> int:
 
 def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return _ceil_div(value, multiple) * multiple

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime import paths
@@ -32,7 +32,6 @@ SCHEMA = 1
 """Part of the key: a file of another form is another file."""
 
 Status = Literal["ok", "rejected", "failed"]
-_STATUSES = ("ok", "rejected", "failed")
 _DIGEST_LENGTH = 12
 
 
@@ -83,7 +82,7 @@ class StageTuning:
     @property
     def tried(self) -> int:
         """Candidates that were timed, or failed."""
-        return sum(entry["status"] == "failed" or is_timed(entry) for entry in self.results)
+        return sum(map(is_attempted, self.results))
 
 
 def canonical(value: Any) -> str:
@@ -214,8 +213,7 @@ class History:
 
     def best(self) -> Entry | None:
         """The fastest candidate, None when none was timed."""
-        timed = [entry for entry in self._entries.values() if is_timed(entry)]
-        return min(timed, key=median_us, default=None)
+        return fastest(self._entries.values())
 
     def save(self) -> None:
         """Replace the file by the present state."""
@@ -238,9 +236,19 @@ def is_timed(entry: Entry) -> bool:
     return entry["status"] == "ok" and entry["timing"] is not None
 
 
+def is_attempted(entry: Entry) -> bool:
+    """Whether the GPU was spent on a candidate."""
+    return entry["status"] == "failed" or is_timed(entry)
+
+
 def median_us(entry: Entry) -> float:
     """The median time of a timed candidate."""
     return math.inf if entry["timing"] is None else float(entry["timing"]["median_us"])
+
+
+def fastest(entries: Iterable[Entry]) -> Entry | None:
+    """The fastest of the candidates that were timed, None when none was."""
+    return min(filter(is_timed, entries), key=median_us, default=None)
 
 
 def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
@@ -275,10 +283,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != set(Entry.__annotations__):
         return False
-    time_us = value["timing"] and value["timing"].get("median_us")
+    timing = value["timing"]
+    time_us = timing.get("median_us") if isinstance(timing, dict) else None
     return (
         isinstance(value["config"], dict)
-        and value["status"] in _STATUSES
+        and value["status"] in get_args(Status)
         and isinstance(value["compile"] or {}, dict)
-        and (time_us is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
+        and (timing is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
     )

@@ -24,7 +24,9 @@ from mla_var3.runtime.autotune.history import (
     StageTuning,
     Status,
     canonical,
+    fastest,
     history_path,
+    is_attempted,
     is_timed,
     median_us,
     tuning_key,
@@ -139,11 +141,12 @@ def refine_plan(
         history.finish(complete=True)
     else:
         log.info("%s: using the results in %s", stage_name, history.path)
-    timed = [e for c in candidates if (e := history.get(c.params())) is not None and is_timed(e)]
-    if not timed:
+    outcomes = (history.get(candidate.params()) for candidate in candidates)
+    winner = fastest(filter(None, outcomes))
+    if winner is None:
         log.warning("%s: no plan could be timed; reasons in %s", stage_name, history.path)
         return plan
-    best = distinct[canonical(min(timed, key=median_us)["config"])]
+    best = distinct[canonical(winner["config"])]
     options.progress(what, total, total, best.params_label())
     return best
 
@@ -222,11 +225,8 @@ class Search:
 
     def _search(self) -> None:
         if len(self._combos) > _LARGE_SEARCH and self._options.tune_max_iters is None:
-            log.warning(
-                "%s: %d candidates; tune_max_iters would bound the search",
-                self._unit.name,
-                len(self._combos),
-            )
+            message = "%s: %d candidates; tune_max_iters would bound the search"
+            log.warning(message, self._unit.name, len(self._combos))
         defaults = tuple(kernel.tiling for kernel in self._unit.kernels.values())
         try:
             complete = self._scan(self._combos)
@@ -369,25 +369,16 @@ class Search:
         return self._history.complete and all(map(self._is_settled, self._combos))
 
     def _apply_best(self) -> Entry | None:
-        timed = [entry for entry in self._own_entries() if is_timed(entry)]
-        if timed:
-            best = min(timed, key=median_us)
+        best = fastest(self._own_entries())
+        if best is None:
+            message = "%s: no candidate could be timed, the tiling stays as it was; reasons in %s"
+            log.warning(message, self._unit.name, self._history.path)
+        else:
             self._unit.set_tilings(self._by_config[canonical(best["config"])])
-            return best
-        log.warning(
-            "%s: no candidate could be timed, the tiling stays as it was; reasons in %s",
-            self._unit.name,
-            self._history.path,
-        )
-        return None
+        return best
 
     def _progress(self, done: int, detail: str) -> None:
         self._options.progress(f"autotune {self._unit.name}", done, len(self._combos), detail)
-
-
-def is_attempted(entry: Entry) -> bool:
-    """Whether the GPU was spent on a candidate."""
-    return entry["status"] == "failed" or is_timed(entry)
 
 
 def describe_error(error: BaseException) -> str:

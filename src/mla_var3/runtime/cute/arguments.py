@@ -143,7 +143,11 @@ class ArgumentBuffer:
         ]
         self._others = [(i, kind, cell) for i, kind, cell in places if kind.tag != POINTER]
         indices = [i for i, _, _ in self._others]
-        self._pick = operator.itemgetter(*indices) if len(indices) > 1 else _picker(indices)
+        self._pick: Callable[[Sequence[Any]], tuple[Any, ...]]
+        if len(indices) > 1:
+            self._pick = operator.itemgetter(*indices)
+        else:  # of one place itemgetter gives no tuple
+            self._pick = lambda args: tuple(args[i] for i in indices)
         self._written: Any = None
         addresses = [ctypes.addressof(c) for c in (*self._cells, self.stream, self.result)]
         self.packed = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -175,11 +179,6 @@ class ArgumentBuffer:
                 if place is not None:
                     place.value = number
             self._written = others
-
-
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """`operator.itemgetter` for fewer than two places: always a tuple."""
-    return lambda args: tuple(args[i] for i in indices)
 
 
 def _pointer_error(

@@ -51,19 +51,15 @@ class BoundLaunch:
     One thread at a time may use it; programs give each caller its own.
     """
 
-    def __init__(
-        self, name: str, entry: Entry, buffer: ArgumentBuffer, device: int, args: Sequence[Any]
-    ) -> None:
-        self._name = name
-        self._entry = entry
-        self._buffer = buffer
-        self._device = device
+    def __init__(self, program: CuteProgram, args: Sequence[Any]) -> None:
+        self._program = program
         self._args = tuple(args)  # keeps the tensors alive
-        buffer.write(self._args)
+        self._buffer = ArgumentBuffer(program.kinds, program.device)
+        self._buffer.write(self._args)
 
     def launch(self) -> None:
         """Launch on the current CUDA stream."""
-        _call(self._name, self._entry, self._buffer, self._device)
+        self._program.launch(self._buffer)
 
 
 _NUMBER_FORMATS = {INT32: "i4x", INT64: "q", FLOAT32: "f4x"}
@@ -222,8 +218,7 @@ class CuteProgram:
 
     def bind(self, *args: Any) -> BoundLaunch:
         """The program with arguments of its own, for repeated launches."""
-        buffer = ArgumentBuffer(self.kinds, self.device)
-        return BoundLaunch(self.name, self._entry, buffer, self.device, args)
+        return BoundLaunch(self, args)
 
     def repeated(self, *args: Any) -> RepeatedLaunch:
         """The program with the numbers of these arguments, for launches on other tensors."""
@@ -238,20 +233,20 @@ class CuteProgram:
         if buffer is None:
             buffer = self._own.buffer = ArgumentBuffer(self.kinds, self.device)
         buffer.write(args)
-        _call(self.name, self._entry, buffer, self.device)
+        self.launch(buffer)
 
-
-def _call(name: str, entry: Entry, buffer: ArgumentBuffer, device: int) -> None:
-    if current_device_index() != device:
-        raise InvalidArgumentError(
-            f"{name}: device",
-            f"cuda:{device} as the current device, where its tensors are",
-            f"cuda:{current_device_index()}",
-        )
-    buffer.stream.value = raw_stream(device)
-    entry(buffer.packed)
-    if buffer.result.value:
-        raise UnsupportedError(f"{name}: {describe_cuda_error(buffer.result.value)}")
+    def launch(self, buffer: ArgumentBuffer) -> None:
+        """Launch on the current CUDA stream with the arguments of a buffer."""
+        if current_device_index() != self.device:
+            raise InvalidArgumentError(
+                f"{self.name}: device",
+                f"cuda:{self.device} as the current device, where its tensors are",
+                f"cuda:{current_device_index()}",
+            )
+        buffer.stream.value = raw_stream(self.device)
+        self._entry(buffer.packed)
+        if buffer.result.value:
+            raise UnsupportedError(f"{self.name}: {describe_cuda_error(buffer.result.value)}")
 
 
 def current_device() -> torch.device:

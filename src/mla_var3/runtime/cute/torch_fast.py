@@ -83,7 +83,8 @@ def separate_rows(memory: torch.Tensor) -> Sequence[torch.Tensor]:
     """The rows of the first dimension, as tensors that share nothing but memory.
 
     To torch none is a view of another: each has its own version counter and may take part in
-    autograd independently. `Tensor.unbind` does so only in inference mode.
+    autograd independently. `Tensor.unbind` does so only in inference mode. Empty where this
+    version of torch cannot make such rows.
     """
     if _below_views is None:
         return ()

@@ -20,14 +20,7 @@ from mla_var3.runtime.interpreter.cutile_api import (
     implement,
     implements,
 )
-from mla_var3.runtime.interpreter.dtypes import (
-    Number,
-    cast,
-    constant,
-    dtype_of_number,
-    promoted,
-    wrap_integer,
-)
+from mla_var3.runtime.interpreter.dtypes import Number, cast, constant, promoted, wrap_integer
 from mla_var3.runtime.interpreter.values import Tile, as_tile, loose_type
 
 # Largest float32 below the smallest normal one.
@@ -104,7 +97,9 @@ def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType
 def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
     """The dtype that both operands are cast to, after cuTile's checks for the operation."""
     x_dtype, y_dtype = (
-        dtype_of_number(operand) if isinstance(operand, bool | int | float) else operand
+        api.dtype_of_constant_scalar(operand)
+        if isinstance(operand, bool | int | float)
+        else operand
         for operand in (x, y)
     )
     if name in _BITWISE:
@@ -156,12 +151,11 @@ def binary(
     y_integer = y.integer if isinstance(y, Tile) else y if type(y) is int else None
     if x_integer is not None and y_integer is not None and name in _ON_INTEGERS:
         return _binary_on_integers(name, x, x_integer, y, y_integer)
-    if not isinstance(x, Tile) and not isinstance(y, Tile):
-        x, y = _require_number(x), _require_number(y)
-        with api.reraise_tile_exception():
-            return api.BINOP_REGISTRY[name].impl(x, y)
     x = x if isinstance(x, bool | int | float) else as_tile(x)
     y = y if isinstance(y, bool | int | float) else as_tile(y)
+    if not isinstance(x, Tile) and not isinstance(y, Tile):
+        with api.reraise_tile_exception():
+            return api.BINOP_REGISTRY[name].impl(x, y)
     dtype = _operand_dtype(name, loose_type(x), loose_type(y))
     a, b = _elements(x, dtype), _elements(y, dtype)
     if a.shape != b.shape:
@@ -174,13 +168,6 @@ def binary(
     if propagate_nan and api.is_float(dtype):
         on_torch = torch.minimum if name == "min" else torch.maximum
     return Tile(_with_modes(name, on_torch, (a, b), rounding_mode, flush_to_zero), dtype)
-
-
-def _require_number(value: Any) -> Number:
-    if isinstance(value, bool | int | float):
-        return value
-    as_tile(value)
-    raise TileTypeError(f"unexpected operand {value!r}")
 
 
 def _binary_on_integers(name: str, x: Any, x_value: int, y: Any, y_value: int) -> Any:

@@ -39,7 +39,7 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
     ct.float8_e5m2: torch.float8_e5m2,
     ct.float8_e8m0fnu: torch.float8_e8m0fnu,
 }
-_CUTILE_DTYPES = {
+CUTILE_DTYPES = {
     torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items() if dtype != ct.tfloat32
 }
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -113,11 +113,6 @@ def torch_dtype(dtype: DType) -> torch.dtype:
         ) from None
 
 
-def cutile_dtype(dtype: torch.dtype) -> DType | None:
-    """The cuTile dtype of a torch tensor's elements, or None if there is none."""
-    return _CUTILE_DTYPES.get(dtype)
-
-
 # `typed` keeps 1, 1.0 and True apart, which promote differently.
 @lru_cache(maxsize=8192, typed=True)
 def promoted(x: DType | Number, y: DType | Number, force_float: bool = False) -> DType:
@@ -127,11 +122,6 @@ def promoted(x: DType | Number, y: DType | Number, force_float: bool = False) ->
 
 def _loose_type(operand: DType | Number) -> Any:
     return api.LooselyTypedScalar(operand) if isinstance(operand, bool | int | float) else operand
-
-
-def dtype_of_number(value: Number) -> DType:
-    """The dtype that a Python number gets where no other operand decides it."""
-    return api.dtype_of_constant_scalar(value)
 
 
 def wrap_integer(value: int, dtype: DType) -> int:

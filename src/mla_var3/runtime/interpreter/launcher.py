@@ -18,7 +18,7 @@ from mla_var3.errors import InterpreterError, InvalidArgumentError
 from mla_var3.runtime.interpreter import arithmetic, memory, tiles  # noqa: F401
 from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import DispatchMode, DType, ct
-from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
+from mla_var3.runtime.interpreter.dtypes import CUTILE_DTYPES, constant
 from mla_var3.runtime.interpreter.language import KernelGlobals, Rebinder
 from mla_var3.runtime.interpreter.values import Array, ArrayList, Tile
 
@@ -46,17 +46,13 @@ class InterpreterMode(DispatchMode):  # type: ignore[misc]
         return self._rebinder.rebind(helper.__wrapped__)(*args, **kwargs)
 
 
-_MAX_GRID_RANK = 3
-
-
 def checked_grid(grid: Any) -> BlockId:
     """The grid with three sizes."""
-    expected = "one to three positive integers"
-    if not isinstance(grid, Sequence) or not 1 <= len(grid) <= _MAX_GRID_RANK:
-        raise InvalidArgumentError("grid", expected, repr(grid))
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in grid):
-        raise InvalidArgumentError("grid", expected, repr(grid))
-    x, y, z = (*grid, 1, 1)[:_MAX_GRID_RANK]
+    sizes = grid if isinstance(grid, Sequence) else ()
+    good = [not isinstance(size, bool) and isinstance(size, int) and size > 0 for size in sizes]
+    if not 1 <= len(good) <= 3 or not all(good):
+        raise InvalidArgumentError("grid", "one to three positive integers", repr(grid))
+    x, y, z = (*grid, 1, 1)[:3]
     return x, y, z
 
 
@@ -72,18 +68,18 @@ def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _bind(name: str, value: Any, annotation: Any) -> Any:
-    if isinstance(annotation, api.HomogeneousTupleNode | api.HeterogeneousTupleNode):
-        if not isinstance(value, tuple):
-            raise InvalidArgumentError(name, "a tuple", _got(value))
-        if isinstance(annotation, api.HomogeneousTupleNode):
-            nodes = (annotation.each,) * len(value)
-        else:
+    of_tuple = isinstance(annotation, api.HomogeneousTupleNode | api.HeterogeneousTupleNode)
+    if of_tuple and not isinstance(value, tuple):
+        raise InvalidArgumentError(name, "a tuple", _got(value))
+    if isinstance(value, tuple):
+        if isinstance(annotation, api.HeterogeneousTupleNode):
             nodes = annotation.items
+        else:
+            nodes = (annotation.each if of_tuple else annotation,) * len(value)
         if len(nodes) != len(value):
             raise InvalidArgumentError(name, f"a tuple of {len(nodes)}", f"a tuple of {len(value)}")
-        return _bind_items(name, value, nodes)
-    if isinstance(value, tuple):
-        return _bind_items(name, value, (annotation,) * len(value))
+        pairs = enumerate(zip(value, nodes, strict=True))
+        return tuple(_bind(f"{name}[{i}]", item, node) for i, (item, node) in pairs)
     if annotation.constant:
         if not isinstance(value, bool | int | float):
             raise InvalidArgumentError(name, "a constant: bool, int or float", _got(value))
@@ -96,11 +92,6 @@ def _bind(name: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _bind_tensor(name, value, annotation.array)
     return _bind_scalar(name, value, ct.int32 if annotation.scalar is None else ct.int64)
-
-
-def _bind_items(name: str, values: tuple[Any, ...], nodes: Sequence[Any]) -> tuple[Any, ...]:
-    pairs = enumerate(zip(values, nodes, strict=True))
-    return tuple(_bind(f"{name}[{i}]", value, node) for i, (value, node) in pairs)
 
 
 def _bind_scalar(name: str, value: Any, integer_dtype: DType) -> Tile:
@@ -125,7 +116,7 @@ def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
         raise InvalidArgumentError(name, "a tensor on the CPU", f"one on {tensor.device}")
     if tensor.layout != torch.strided:
         raise InvalidArgumentError(name, "a strided tensor", f"layout {tensor.layout}")
-    element = cutile_dtype(tensor.dtype)
+    element = CUTILE_DTYPES.get(tensor.dtype)
     if element is None:
         raise InvalidArgumentError(name, "a dtype that cuTile has", tensor.dtype)
     index_dtype = ct.int32 if annotation is None else annotation.index_dtype
@@ -198,11 +189,7 @@ def _position(frame: FrameType, line_number: int) -> str:
     return f"{place}: {source}" if source else place
 
 
-def launch(
-    grid: Sequence[int],
-    kernel: Any,
-    args: Sequence[Any],
-) -> None:
+def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any]) -> None:
     """Runs a cuTile kernel on CPU tensors, block by block.
 
     Args:

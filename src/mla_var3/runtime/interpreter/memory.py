@@ -224,7 +224,7 @@ def _tiled_view(
         steps = static_ints(traversal_steps, "a traversal step")
         if len(steps) != array.ndim or min(steps, default=1) <= 0:
             raise TileTypeError(f"traversal_steps: expected {array.ndim} steps > 0, got {steps}")
-    return TiledView(array, sizes, padding_mode, steps)
+    return TiledView(array, padding_mode, sizes, steps)
 
 
 @implements(ct.TiledView.num_tiles)
@@ -398,14 +398,6 @@ def _scatter(
     elements.write(broadcast(implicit(value, array.element), elements.shape, "value"))
 
 
-def _modified(name: str, old: torch.Tensor, update: torch.Tensor, element: DType) -> torch.Tensor:
-    if name == "xchg":
-        return update
-    # `and` and `or` are keywords, so cuTile's own names end in an underscore.
-    own = f"{name}_" if name in ("and", "or") else name
-    return combine_elements(own, old, update, element)
-
-
 def _update_elements(name: str, update: Any, element: DType) -> torch.Tensor:
     """The update operand in the target's dtype; bitwise operations do not cast."""
     spec = api.ATOMIC_SPECS[name]
@@ -419,6 +411,9 @@ def _update_elements(name: str, update: Any, element: DType) -> torch.Tensor:
 
 
 def _register(name: str) -> None:
+    # `and` and `or` are keywords, so cuTile's own names end in an underscore.
+    own_name = f"{name}_" if name in ("and", "or") else name
+
     def read_modify_write(
         array: Any,
         indices: Any,
@@ -438,7 +433,8 @@ def _register(name: str) -> None:
 
         def change(read: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             put(old, positions, read)
-            return _modified(name, read, value[positions], element)
+            chosen = value[positions]
+            return chosen if name == "xchg" else combine_elements(own_name, read, chosen, element)
 
         elements.update(change)
         return Tile(old.reshape(elements.shape), element)

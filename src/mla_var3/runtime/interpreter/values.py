@@ -16,7 +16,6 @@ from mla_var3.runtime.interpreter.dtypes import (
     KernelDType,
     Number,
     constant,
-    dtype_of_number,
     implicit_cast,
     kernel_dtype,
     torch_dtype,
@@ -213,23 +212,15 @@ class Array(ct.Array):  # type: ignore[misc]
         return f"<{describe(self)}, dtype {self.element}>"
 
 
+@dataclass(eq=False)
 class TiledView(ct.TiledView):  # type: ignore[misc]
     """An array divided into tiles of one shape."""
 
+    array: Array
+    padding_mode: PaddingMode
+    # Defaults, because these are properties of cuTile's class, which an instance cannot set.
     tile_shape: tuple[int, ...] = ()
     traversal_steps: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        array: Array,
-        tile_shape: tuple[int, ...],
-        padding_mode: PaddingMode,
-        traversal_steps: tuple[int, ...],
-    ) -> None:
-        self.array = array
-        self.tile_shape = tile_shape
-        self.padding_mode = padding_mode
-        self.traversal_steps = traversal_steps
 
     @property
     def dtype(self) -> KernelDType:
@@ -263,7 +254,7 @@ def as_tile(value: Any) -> Tile:
         return value
     if not isinstance(value, bool | int | float):
         raise TileTypeError(f"expected a tile, got {describe(value)}")
-    element = dtype_of_number(value)
+    element = api.dtype_of_constant_scalar(value)
     if api.is_integral(element):
         return Tile.of_integer(wrap_integer(int(value), element), element)
     return Tile(constant(value, element), element)

@@ -128,12 +128,9 @@ def classify(figures: Mapping[str, float]) -> Bound:
     tensor, dram = figures.get("tensor_pct"), figures.get("dram_pct")
     if tensor is None or dram is None:
         return Bound.UNKNOWN
-    tensor_high, dram_high = tensor > TENSOR_HIGH_PCT, dram > DRAM_HIGH_PCT
-    if tensor_high and dram_high:
-        return Bound.COMPUTE if tensor / TENSOR_HIGH_PCT >= dram / DRAM_HIGH_PCT else Bound.MEMORY
-    if tensor_high:
-        return Bound.COMPUTE
-    return Bound.MEMORY if dram_high else Bound.LATENCY
+    over = {Bound.COMPUTE: tensor / TENSOR_HIGH_PCT, Bound.MEMORY: dram / DRAM_HIGH_PCT}
+    highest = max(over, key=over.__getitem__)
+    return highest if over[highest] > 1 else Bound.LATENCY
 
 
 _RULES: dict[str, tuple[str, str, str, Callable[[float], str | None]]] = {
@@ -150,7 +147,7 @@ _RULES: dict[str, tuple[str, str, str, Callable[[float], str | None]]] = {
         lambda v: f"occupancy={v:.1f}%" if v <= OCCUPANCY_LOW_PCT else None,
     ),
     "l2_hit_pct": (
-        *("locality issue", "> 80%", "swizzled schedule, larger tiles, data layout"),
+        *("locality issue", ">= 80%", "swizzled schedule, larger tiles, data layout"),
         lambda v: f"L2 hit rate={v:.1f}%" if v < L2_HIT_LOW_PCT else None,
     ),
 }

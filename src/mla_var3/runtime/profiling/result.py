@@ -50,12 +50,12 @@ class StageFigures:
     @property
     def tflops(self) -> float | None:
         """Achieved TFLOP/s."""
-        return None if not self.time_us else self.flops / self.time_us / 1e6
+        return self.flops / self.time_us / 1e6 if self.time_us else None
 
     @property
     def gbps(self) -> float | None:
         """Achieved GB/s."""
-        return None if not self.time_us else self.bytes / self.time_us / 1e3
+        return self.bytes / self.time_us / 1e3 if self.time_us else None
 
     @property
     def intensity(self) -> float | None:
@@ -65,8 +65,9 @@ class StageFigures:
     @property
     def of_roofline_pct(self) -> float | None:
         """Ideal over measured time, in percent."""
-        known = self.time_us and self.predicted_us
-        return 100 * self.predicted_us / self.time_us if known else None  # type: ignore[operator]
+        if not self.time_us or not self.predicted_us:
+            return None
+        return 100 * self.predicted_us / self.time_us
 
 
 @dataclass
@@ -108,10 +109,8 @@ class ProfileResult:
 
 
 def parse_mode(mode: NsightProfType | str) -> NsightProfType:
-    """A mode from its command line name."""
-    if isinstance(mode, NsightProfType):
-        return mode
+    """A mode, itself or from its command line name."""
     try:
         return NsightProfType(mode)
     except ValueError:
-        raise UnknownNameError("prof_type", mode, [m.value for m in NsightProfType]) from None
+        raise UnknownNameError("prof_type", str(mode), [m.value for m in NsightProfType]) from None

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,7 +66,7 @@ class TargetSpec:
     tilings: list[dict[str, Any]]
     runs: int = 1
     warmup: int = 2
-    nsight: dict[str, Any] | None = field(default=None)
+    nsight: dict[str, Any] | None = None
     device: str | None = None
 
     @classmethod
@@ -120,7 +120,12 @@ class TargetSpec:
     def build_stage(self, plan: KernelPlan, device: str) -> Stage:
         """The runtime object with the tilings of the spec."""
         stage = plan.plan(*plan.prepare_inputs(device))
-        apply_tilings(stage, self.tilings)
+        kernels = list(stage.kernels())
+        expected, got = [k.name for k in kernels], [entry["kernel"] for entry in self.tilings]
+        if got != expected:
+            raise InvalidArgumentError("tilings", f"one for each of {expected}", got)
+        for kernel, entry in zip(kernels, self.tilings, strict=True):
+            kernel.tiling = tiling_from_dict(type(kernel.tiling), entry["tiling"])
         return stage
 
 
@@ -152,17 +157,6 @@ def package_environment() -> dict[str, str]:
     root = str(Path(mla_var3.__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": python_path}
-
-
-def apply_tilings(stage: Stage, tilings: Sequence[dict[str, Any]]) -> None:
-    """Set the tilings of all leaf kernels, given in launch order with the kernels' names."""
-    kernels = list(stage.kernels())
-    expected = [kernel.name for kernel in kernels]
-    if [entry["kernel"] for entry in tilings] != expected:
-        got = [entry["kernel"] for entry in tilings]
-        raise InvalidArgumentError("tilings", f"one for each of {expected}", got)
-    for kernel, entry in zip(kernels, tilings, strict=True):
-        kernel.tiling = tiling_from_dict(type(kernel.tiling), entry["tiling"])
 
 
 def _importable_module(kind: type) -> str:
@@ -211,12 +205,6 @@ def _prepared_stage(spec: TargetSpec) -> Stage:
     return stage
 
 
-def _run_plain(spec: TargetSpec) -> None:
-    stage = _prepared_stage(spec)
-    for _ in range(spec.runs):
-        launch_ranges(stage, _nvtx_range, _wait_for_profiler)
-
-
 def _run_nsight(spec: TargetSpec) -> None:
     """Let nsight-python profile: it starts this program again, under ncu."""
     import nsight
@@ -242,10 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the spec named on the command line."""
     _leave_script_folder()
     spec = TargetSpec.of_command_line(arguments)
-    if spec.nsight is None:
-        _run_plain(spec)
-    else:
+    if spec.nsight is not None:
         _run_nsight(spec)
+        return 0
+    stage = _prepared_stage(spec)
+    for _ in range(spec.runs):
+        launch_ranges(stage, _nvtx_range, _wait_for_profiler)
     return 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.attention.cache.view import CacheView
-from tests.unit.attention.attention_support import assert_close, normal
+from tests.unit.attention.attention_support import assert_close, latent_oracle, normal
 
 PAGE = 64
 
@@ -45,33 +45,12 @@ class Batch:
         for request, (rows, count) in enumerate(zip(self.tokens, each, strict=True)):
             own = slice(first, first + count)
             first += count
-            expected, expected_lse = exact(
-                flat[0][own].cpu(), flat[1][own].cpu(), rows, causal,
-                None if trees is None else trees[request],
+            expected, expected_lse = latent_oracle(
+                flat[0][own].cpu(), flat[1][own].cpu(), rows[:, : self.k], rows[:, self.k :],
+                scale=(128 + q_rope.shape[-1]) ** -0.5, causal=causal,
+                tree=None if trees is None else trees[request],
             )  # fmt: skip
             assert_close(flat[2][own].cpu(), expected, flat_lse[own].cpu(), expected_lse)
-
-
-def exact(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
-    rows: torch.Tensor,
-    causal: bool,
-    tree: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent attention of one request in float64: `[s, h, ...]` over its tokens `[m, k+p]`."""
-    s, m, k = q.shape[0], rows.shape[0], q.shape[-1]
-    keys = rows.double()
-    logits = torch.cat([q, q_rope], dim=-1).double() @ keys.T  # [s, h, m]
-    logits = logits * (128 + q_rope.shape[-1]) ** -0.5
-    draft = torch.arange(m) - (m - s)  # place of each token among the newest
-    hidden = (draft > torch.arange(s)[:, None]) & causal  # [s, m]
-    if tree is not None:
-        hidden |= (draft >= 0) & ~tree[:s, :s][:, draft.clamp(min=0)]
-    logits = logits.masked_fill(hidden[:, None], -torch.inf)
-    lse = torch.logsumexp(logits, -1) if m else logits.new_full(q.shape[:2], -torch.inf)
-    weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
-    return weights @ keys[:, :k], lse
 
 
 def make_batch(

@@ -177,6 +177,14 @@ def test_the_ends_of_a_mix_are_the_pure_paths():
     assert found("mla_var6_plus", Workload(HEADLINE, n=1024)).mixes
 
 
+def test_a_window_of_every_token_has_no_latent_tiles():
+    problem = replace(HEADLINE, lengths=(1024,) * 32)
+    exact, larger = (
+        found("mla_var6_plus", Workload(problem, n=n), "cutile-dsl") for n in (1024, 4096)
+    )
+    assert exact.fitted and exact.kernel_us == larger.kernel_us
+
+
 def test_the_mix_is_never_advised_on_an_h200():
     """As recorded: behind the better pure path at every s."""
     advised = []

@@ -36,36 +36,23 @@ def bounds(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_round_trip_stays_within_half_a_unit(dtype, generator):
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_a_round_trip_stays_within_half_a_unit(dtype, powers_of_two, generator):
     rows = rows_of(dtype, generator)
-    stored = quantise(rows)
+    stored = quantise(rows, powers_of_two=powers_of_two)
     assert stored.values.dtype is E4M3 and stored.values.shape == rows.shape
     assert stored.scales.dtype is torch.float32 and stored.scales.shape == rows.shape[:-1]
     error = (dequantise(stored, torch.float64) - rows.double()).abs()
     assert bool((error <= bounds(rows, stored.scales)).all())
     # The bound is not generous: some element comes near it.
     assert float((error / bounds(rows, stored.scales)).max()) > 0.9
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_element_of_a_row_takes_the_largest_number(dtype, generator):
-    rows = rows_of(dtype, generator)
-    stored = quantise(rows)
-    peaks = rows.double().abs().amax(-1)
-    torch.testing.assert_close(stored.scales.double(), peaks / E4M3_MAX, rtol=1e-6, atol=0.0)
-    assert bool((stored.values.float().abs().amax(-1) == E4M3_MAX).all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scales_that_are_powers_of_two(dtype, generator):
-    rows = rows_of(dtype, generator)
-    stored = quantise(rows, powers_of_two=True)
-    exact = rows.double().abs().amax(-1) / E4M3_MAX
-    scales = stored.scales.double()
-    assert torch.equal(scales.log2().round().exp2(), scales)
-    assert bool(((scales >= exact * (1 - 1e-6)) & (scales < 2 * exact)).all())
-    error = (dequantise(stored, torch.float64) - rows.double()).abs()
-    assert bool((error <= bounds(rows, stored.scales)).all())
+    exact, scales = rows.double().abs().amax(-1) / E4M3_MAX, stored.scales.double()
+    if powers_of_two:
+        assert torch.equal(scales.log2().round().exp2(), scales)
+        assert bool(((scales >= exact * (1 - 1e-6)) & (scales < 2 * exact)).all())
+    else:
+        torch.testing.assert_close(scales, exact, rtol=1e-6, atol=0.0)
+        assert bool((stored.values.float().abs().amax(-1) == E4M3_MAX).all())
 
 
 def test_powers_of_two_stay_what_they_are_and_end_at_a_least_one():
@@ -81,26 +68,17 @@ def test_zeros_stay_zeros_with_a_scale_that_can_divide():
     assert bool((stored.scales >= torch.finfo(torch.float32).tiny).all())
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_becomes_nan_and_no_other(poison):
-    rows = torch.ones(3, 16)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_a_row_without_a_scale_in_float32_becomes_nan_and_no_other(poison, powers_of_two):
+    rows = torch.ones(3, 16, dtype=torch.float64)
     rows[1, 7] = poison
-    stored = quantise(rows)
-    back = dequantise(stored)
+    stored = quantise(rows, powers_of_two=powers_of_two)
+    back = dequantise(stored, torch.float64)
     # In both tensors: a kernel may meet either first.
     assert bool(stored.values[1].float().isnan().all() & stored.scales[1].isnan())
     assert bool(back[1].isnan().all())
-    assert torch.equal(back[[0, 2]], rows[[0, 2]])
-
-
-@pytest.mark.parametrize("powers_of_two", [False, True])
-def test_a_row_beyond_float32_becomes_nan(powers_of_two):
-    """Its scale does not fit a float32, rounded to a power of two or not."""
-    rows = torch.tensor([[1e300, 1.0], [1.0, 2.0]], dtype=torch.float64)
-    stored = quantise(rows, powers_of_two=powers_of_two)
-    back = dequantise(stored, torch.float64)
-    assert bool(back[0].isnan().all() & stored.scales[0].isnan())
-    torch.testing.assert_close(back[1], rows[1], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(back[[0, 2]], rows[[0, 2]], rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,49 +13,17 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute import cache as cute_cache
-from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import Int64Arg, kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel, CuteProgram, compile_program
-from tests.unit.runtime.cute.cute_support import (
-    ScalePlan,
-    ScaleTiling,
-    empty,
-    scale_add,
-)
-
-
-class FakeGpu:
-    """Stands for the GPU: reads the argument buffer as the compiled host function would."""
-
-    def __init__(self, types: list[Any]) -> None:
-        self.types = types
-        self.calls: list[list[Any]] = []
-        self.code = 0
-        self.stream = 7
-        self.device = 0
-
-        @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
-        def entry(packed: int) -> int:
-            cells = (ctypes.c_void_p * (len(self.types) + 2)).from_address(packed)
-            read = [*self.types, ctypes.c_void_p]
-            self.calls.append(
-                [kind.from_address(cell).value for kind, cell in zip(read, cells, strict=False)]
-            )
-            ctypes.c_int32.from_address(cells[len(self.types) + 1]).value = self.code
-            return self.code
-
-        self.entry = entry
-
+from tests.unit.runtime.cute.cute_support import ScalePlan, ScaleTiling, empty, scale_add
+from tests.unit.runtime.cute.fake_device import FakeDevice, install
 
 TYPES = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    fake = FakeGpu(TYPES)
-    monkeypatch.setattr(cute_launch, "current_device_index", lambda: fake.device)
-    monkeypatch.setattr(cute_launch, "raw_stream", lambda device: fake.stream)
-    return fake
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return install(FakeDevice(TYPES), monkeypatch)
 
 
 class OnGpu(torch.Tensor):
@@ -73,8 +41,8 @@ def arguments(size: int = 64) -> tuple[Any, ...]:
     return on_gpu(size), on_gpu(size), None, size, Int64Arg(1 << 40), 0.5
 
 
-def program(gpu: FakeGpu) -> CuteProgram:
-    return CuteProgram("scale_add", kinds_of(arguments()), 0, gpu.entry)
+def program(gpu: FakeDevice) -> CuteProgram:
+    return CuteProgram("scale_add", kinds_of(arguments()), 0, gpu)
 
 
 def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu):
@@ -84,7 +52,7 @@ def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu):
     gpu.stream = 9
     bound.launch()
     expected = [args[0].data_ptr(), args[1].data_ptr(), 64, 1 << 40, 0.5]
-    assert gpu.calls == [[*expected, 7], [*expected, 9]]
+    assert gpu.calls == [(*expected, 7), (*expected, 9)]
 
 
 def test_callers_of_one_program_do_not_share_arguments(gpu):
@@ -107,7 +75,7 @@ def test_a_cuda_error_is_raised_by_name(gpu):
 
 def test_another_current_device_is_refused(gpu):
     bound = program(gpu).bind(*arguments())
-    gpu.device = 1
+    gpu.index = 1
     with pytest.raises(InvalidArgumentError, match=r"cuda:0 as the current device.*cuda:1"):
         bound.launch()
     assert gpu.calls == []
@@ -139,7 +107,7 @@ def test_an_argument_of_another_kind_is_refused(place, value, message, gpu):
 
 
 @pytest.fixture
-def stage_on_gpu(gpu: FakeGpu, compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def stage_on_gpu(gpu: FakeDevice, compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A way to plan whose kernels believe to be on a GPU; the code is compiled, not loaded."""
     gpu.types = [ctypes.c_void_p] * 3 + TYPES[2:]
     monkeypatch.setattr(CuteKernel, "device_type", "cuda")
@@ -149,7 +117,7 @@ def stage_on_gpu(gpu: FakeGpu, compilations: list[str], monkeypatch: pytest.Monk
 
     def load(key: Any, host: Any, kinds: Any, device: int) -> CuteProgram:
         cute_kernel._compile(key, host, kinds)
-        return CuteProgram(key.name, kinds, device, gpu.entry)
+        return CuteProgram(key.name, kinds, device, gpu)
 
     monkeypatch.setattr(cute_kernel, "_load", load)
 

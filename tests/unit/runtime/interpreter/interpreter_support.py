@@ -1,11 +1,12 @@
 """Helpers of the interpreter's tests."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cuda.tile as ct
 import torch
+from cuda.tile._stub import RawArrayMemory
 
 from mla_var3.runtime import interpreter
 
@@ -14,6 +15,15 @@ REFUSED = re.compile(
     r"|mma_scaled|pack_to_bytes|unpack_from_bytes|printf"
 )
 """Operations of cuTile that the interpreter leaves out."""
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    """Everything that cuTile exports, and the members of its classes, by name."""
+    for name in ct.__all__:
+        yield name, getattr(ct, name)
+    for owner in (ct.Array, ct.Tile, ct.TiledView, ct.Slice, RawArrayMemory):
+        for name, member in vars(owner).items():
+            yield f"{owner.__name__}.{name}", getattr(member, "__func__", member)
 
 
 def evaluate(body: Callable[..., Any], *args: Any) -> Any:

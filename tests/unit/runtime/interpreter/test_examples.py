@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.tile as ct
 import pytest
-from cuda.tile._stub import RawArrayMemory
 
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter
-from tests.unit.runtime.interpreter.interpreter_support import REFUSED
+from tests.unit.runtime.interpreter.interpreter_support import REFUSED, public_objects
 
 _PREAMBLE = "import math\nimport torch\nimport cuda.tile as ct\nstream = None\n"
 _ON_THE_CPU = (
@@ -42,17 +40,6 @@ class Example:
         return self.output.startswith("Traceback")
 
 
-def documented_objects() -> Iterator[tuple[str, Any]]:
-    classes = [ct.Array, ct.Tile, ct.TiledView, RawArrayMemory]
-    for name in ct.__all__:
-        yield name, getattr(ct, name)
-    for owner in classes:
-        for name, member in vars(owner).items():
-            if isinstance(member, property):
-                member = member.fget
-            yield f"{owner.__name__}.{name}", getattr(member, "__func__", member)
-
-
 def directive_blocks(text: str) -> Iterator[tuple[str, dict[str, str], str]]:
     """The (name, options, content) of each testcode and testoutput directive in a docstring."""
     lines = text.splitlines()
@@ -74,7 +61,7 @@ def directive_blocks(text: str) -> Iterator[tuple[str, dict[str, str], str]]:
 
 def collect_examples() -> list[Example]:
     examples = []
-    for name, documented in documented_objects():
+    for name, documented in public_objects():
         blocks = directive_blocks(inspect.cleandoc(getattr(documented, "__doc__", None) or ""))
         waiting: str | None = None
         count = 0

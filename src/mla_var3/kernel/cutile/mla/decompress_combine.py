@@ -30,7 +30,7 @@ from mla_var3.op.mla.cost import decompress_combine_cost
 from mla_var3.op.mla.inputs import up_project
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tensors import check_tensor, require_view
+from mla_var3.runtime.tensors import require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -159,13 +159,8 @@ class CtDecompressCombine(MlaPlan):
     def plan(self, *inputs: Tensor) -> CtKernel:
         o_latent, lse_latent, o_new, lse_new, w_uv = inputs
         b, s, h, d, k = self.b, self.s, self.h, self.d, self.k
-        dtype, device = self.torch_dtype, o_latent.device
-        rows = [("b", b), ("s", s), ("h", h)]
-        check_tensor("o_latent", o_latent, [*rows, ("k", k)], dtype, device)
-        check_tensor("lse_latent", lse_latent, rows, torch.float32, device)
-        check_tensor("o_new", o_new, [*rows, ("d", d)], dtype, device)
-        check_tensor("lse_new", lse_new, rows, torch.float32, device)
-        check_tensor("w_uv", w_uv, [("h", h), ("k", k), ("d", d)], dtype, device)
+        shapes = {"o_latent": "bshk", "lse_latent": "bsh", "o_new": "bshd", "lse_new": "bsh"}
+        self.check_inputs({**shapes, "w_uv": "hkd"}, inputs)
         parts = (
             require_view("o_latent", o_latent, b * s, h, k),
             require_view("lse_latent", lse_latent, b * s, h),

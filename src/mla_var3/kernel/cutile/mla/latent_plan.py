@@ -39,6 +39,7 @@ from mla_var3.op.mla.cache_formats import (
 )
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
+from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES, check_tensor, require_view
 
 LatentTilingT = TypeVar("LatentTilingT", bound=LatentTiling)
@@ -78,18 +79,15 @@ class LatentOperands:
         lead: leading sizes of the outputs, (b, s), or (1, tokens) for packed queries.
         scales: of an 8-bit cache, [.., .., g], or [1, 1, 1] for one scale; the kernel's argument
             after its numbers.
-        page, packed, tree, sliding_window, cache: options that the kernel is compiled for; `cache`
-            is an index into `CACHES`.
+        packed: whether the queries are packed.
+        options: the compile-time arguments PAGE, PACKED, TREE, WINDOW and CACHE.
     """
 
     tensors: tuple[Tensor, ...]
     scales: Tensor
     lead: tuple[int, int]
-    page: int
     packed: bool
-    tree: bool
-    sliding_window: int
-    cache: int
+    options: tuple[int, ...]
 
     def results(self, *sizes: int, dtype: torch.dtype, empty: float = 0.0) -> Tensor:
         """A tensor for results; rows of no request, which kernels leave as they are, are `empty`.
@@ -107,11 +105,6 @@ class LatentOperands:
     def as_given(self, *results: Tensor) -> list[Tensor]:
         """Results [lead, ...] with the leading sizes of the queries."""
         return [result[0] if self.packed else result for result in results]
-
-    @property
-    def options(self) -> tuple[int, int, int, int, int]:
-        """The compile-time arguments PAGE, PACKED, TREE, WINDOW and CACHE."""
-        return self.page, int(self.packed), int(self.tree), self.sliding_window, self.cache
 
 
 @dataclass
@@ -153,6 +146,9 @@ class LatentPlan(MlaPlan):
         """Bytes of a token of an 8-bit cache."""
         return None if self.format is None else self.format.row_bytes(self.k, self.p)
 
+    def _default_tiling(self, name: str) -> Tiling | None:
+        return self._autotune_configs()[0]
+
     def candidates(self, tiling: type[LatentTilingT]) -> list[LatentTilingT]:
         """Tilings to choose from, the default first."""
         fmt = self.format
@@ -179,6 +175,9 @@ class LatentPlan(MlaPlan):
     def reference_inputs(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The inputs of a dense cache, an 8-bit one dequantised in float32, for the reference."""
         given = LatentInputs(*inputs)
+        for name in ("cu_seqlens_q", "tree"):
+            if getattr(given, name) is not None:
+                raise InvalidArgumentError(name, "none, which the reference does not know", "one")
         if given.scales is not None:
             latent, rope = dequantise(QuantisedCache(given.c_kv, given.k_rope, given.scales))
             given = given._replace(c_kv=latent, k_rope=rope)
@@ -210,7 +209,7 @@ class LatentPlan(MlaPlan):
             dtype, rope_dtype = E4M3, self.format.rope_dtype
         slots = [("b", self.b), ("t", self.t)]
         if self.page:
-            check_pages(self, self.page, c_kv, k_rope, table, (dtype, rope_dtype))
+            check_pages(self, self.page, c_kv, k_rope, table, device, (dtype, rope_dtype))
             slots = [("pages", c_kv.shape[0]), ("page", self.page)]
         else:
             check_tensor("c_kv", c_kv, [*slots, ("k", self.k)], dtype, device)
@@ -244,16 +243,10 @@ class LatentPlan(MlaPlan):
             lengths if bounds is None else bounds,
             lengths[None] if tree is None else tree.view(torch.int8).flatten(0, 1),
         )
-        return LatentOperands(
-            tensors,
-            lengths[None, None] if scales is None else scales,
-            lead,
-            self.page,
-            packed,
-            tree is not None,
-            self.sliding_window,
-            CACHES.index(self.cache_dtype),
-        )
+        cache = CACHES.index(self.cache_dtype)
+        options = self.page, int(packed), int(tree is not None), self.sliding_window, cache
+        scales = lengths[None, None] if scales is None else scales
+        return LatentOperands(tensors, scales, lead, packed, options)
 
     def _checked_scales(
         self, scales: Tensor | None, slots: list[tuple[str, int]], device: torch.device

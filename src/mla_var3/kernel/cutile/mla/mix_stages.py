@@ -36,6 +36,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     mma_part,
     tile_sides,
     tiling_target,
+    with_parts_of,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.kernel.newest_window import NewestWindowPlan
@@ -49,7 +50,7 @@ from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.reference import decompressed_segment, latent_segment
 from mla_var3.runtime.plan import Tiling
-from mla_var3.runtime.tensors import check_tensor, require_view
+from mla_var3.runtime.tensors import require_view
 
 
 class TileCounts(NamedTuple):
@@ -140,7 +141,10 @@ class MixAttentionPlan(MlaPlan):
         Returns:
             The tensors in the order of the kernel's arguments, and the outputs in their own shapes.
         """
-        self._check_inputs(*inputs)
+        queries = {"q_nope": "bshd", "q_latent": "bshk", "q_rope": "bshp"}
+        cache = {"c_kv": "btk", "k_rope": "btp"}
+        window = {"k_new": "bhnd", "v_new": "bhnd", "k_rope_new": "bnp"}
+        self.check_inputs({**queries, **cache, **window, "lengths": "b"}, inputs, n=self.n)
         q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
         b, s, h, d, k, p = self.b, self.s, self.h, self.d, self.k, self.p
         latent_rows = require_view("q_latent", q_latent, b, s * h, k)
@@ -153,34 +157,15 @@ class MixAttentionPlan(MlaPlan):
         o_new = q_nope.new_empty((b, s, h, d))
         lse_latent = q_nope.new_empty((b, s, h), dtype=torch.float32)
         lse_new = torch.empty_like(lse_latent)
-        queries = q_nope, latent_rows, q_rope, rope_rows
+        rows = q_nope, latent_rows, q_rope, rope_rows
         tokens = c_kv, k_rope, k_new, v_new, k_rope_new, lengths
         results = o_latent.view(b, s * h, k), lse_latent.view(b, s * h), o_new, lse_new
-        return (*queries, *tokens, *results), [o_latent, lse_latent, o_new, lse_new]
+        return (*rows, *tokens, *results), [o_latent, lse_latent, o_new, lse_new]
 
     def constants(self, tiling: Any) -> tuple[int, ...]:
         """The compile-time arguments H to P."""
         sides = tiling.Bm, tiling.Bn, tiling.Hm, tiling.Hn, tiling.Kp, self.k // tiling.Kp
         return self.h, self.causal, *sides, self.d, self.p
-
-    def _check_inputs(self, *inputs: Tensor) -> None:
-        dtype, device = self.torch_dtype, inputs[0].device
-        b, n = ("b", self.b), ("n", self.n)
-        rows = [b, ("s", self.s), ("h", self.h)]
-        window = [b, ("h", self.h), n, ("d", self.d)]
-        shapes = {
-            "q_nope": [*rows, ("d", self.d)],
-            "q_latent": [*rows, ("k", self.k)],
-            "q_rope": [*rows, ("p", self.p)],
-            "c_kv": [b, ("t", self.t), ("k", self.k)],
-            "k_rope": [b, ("t", self.t), ("p", self.p)],
-            "k_new": window,
-            "v_new": window,
-            "k_rope_new": [b, n, ("p", self.p)],
-        }
-        for (name, shape), tensor in zip(shapes.items(), inputs[:-1], strict=True):
-            check_tensor(name, tensor, shape, dtype, device)
-        check_tensor("lengths", inputs[-1], [b], torch.int32, device)
 
 
 @dataclass
@@ -204,8 +189,11 @@ class CutileMixPlan(NewestWindowPlan):
         if name == "combine_tiling":
             merge: CtDecompressCombine = self.stage_plan(CtDecompressCombine)
             return merge._default_tiling("tiling")
-        candidates: list[Tiling] = type(getattr(self, name)).candidates(self.target.code)
-        return candidates[0]
+        candidates: list[Any] = type(getattr(self, name)).candidates(self.target.code)
+        if hasattr(candidates[0], "Kp"):
+            candidates = with_parts_of(candidates, self.k)
+        default: Tiling = candidates[0]
+        return default
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []

@@ -1,7 +1,8 @@
 """Tile shapes that several cuTile MLA kernels share, with the evidence behind the candidates."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -9,6 +10,8 @@ from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.stage import is_power_of_two
+
+TilingT = TypeVar("TilingT", bound=Any)
 
 FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
@@ -78,6 +81,16 @@ def multiprocessors(device: torch.device, target: str, fewest: int = 1) -> int:
 def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:
     """Queries, latent tokens and probabilities of the latent loop."""
     return (Bm, plan.k + plan.p), (Bn, plan.k + plan.p), (Bm, Bn)
+
+
+def with_parts_of(made: Iterable[TilingT], k: int) -> list[TilingT]:
+    """Tilings with parts of the latent dimension that are no wider than k columns, each once."""
+    found: list[TilingT] = []
+    for each in made:
+        fitting = replace(each, Kp=min(each.Kp, k))
+        if fitting not in found:
+            found.append(fitting)
+    return found
 
 
 def mma_part(target: str) -> int:
@@ -158,8 +171,7 @@ class LatentTiling(Tiling):
             eight_bit: Whether the cache is in 8 bits.
             columns: Latent columns of a scale of an 8-bit cache.
         """
-        # A part is never wider than the latent rows, and a KV tile lies in one page: page & -page
-        # is the largest power of two that divides it.
+        # A KV tile lies in one page: page & -page is the largest power of two that divides it.
         longest = page & -page or 64
         if tiling_target(target) == "sm_120":
             made = cls._for_mma(target, k, p, page, longest, eight_bit, columns > 1)
@@ -171,12 +183,8 @@ class LatentTiling(Tiling):
             made = [cls(64, longest, Kp) for Kp in (k // 2, k)]
         else:
             made = [cls(64, 64, Kp) for Kp in (128, 256, 512)]
-        found: list[Self] = []
-        for each in made:
-            fitting = replace(each, Bn=min(each.Bn, longest), Kp=min(each.Kp, k))
-            if fitting not in found and fitting.Kp % columns == 0:
-                found.append(fitting)
-        return found
+        found = with_parts_of((replace(each, Bn=min(each.Bn, longest)) for each in made), k)
+        return [each for each in found if each.Kp % columns == 0]
 
     @classmethod
     def _for_mma(

@@ -196,15 +196,15 @@ def _mix_by_rates(
     problem: MlaProblem, n: int, form: WindowForm, target: Target, around: dict[str, float]
 ) -> Estimate:
     """The mix of cuTile, or anywhere at the vendor's peaks."""
-    parts = mix_work(problem, n, form)
-    if target.rates is None and n >= max(problem.kv_lengths):
+    parts, longest = mix_work(problem, n, form), max(problem.kv_lengths)
+    if target.rates is None and n >= longest:
         # A lower bound: some kernels then leave out projections and merge, others do not.
         time_us = attention_us(parts.heads, _head_tiles(problem), target, problem.dtype)
         return _estimate(
             target, problem, time_us, [parts.heads], around, heads=parts.heads, choice={"n": n}
         )
     query_us = _part_us(target, QUERY_PROJECTION, query_projection_cost(problem), problem.dtype)
-    tiles = _latent_tiles(problem) if n < problem.t else 0
+    tiles = _latent_tiles(problem) if n < longest else 0
     tiles += _head_tiles(problem) if n else 0
     attention = attention_block_specialized_cost(problem, n, form)
     combine = decompress_combine_cost(problem)
@@ -220,7 +220,7 @@ def _mix_by_rates(
         merge_us=merge_us,
         choice={"n": n},
     )
-    return replace(found, mixes=0 < n < max(problem.kv_lengths))
+    return replace(found, mixes=0 < n < longest)
 
 
 def _shared_prefix(work: Workload, target: Target) -> Estimate:

@@ -131,12 +131,11 @@ def fit(
             raise InvalidArgumentError(f"records[{index}].dtype", start.dtype, row.dtype)
     search = _Search(rows, start)
     solution = search.determined_solution()
-    fitted = {
+    fitted: dict[str, Any] = {
         name: Parameter(value, "fitted", f"{source}, {len(rows)} rows", solution.errors[name])
         for name, value in solution.values.items()
     }
-    changes: dict[str, Any] = dict(fitted)
-    parameters = replace(start, **changes)
+    parameters = replace(start, **fitted)
     residuals = np.expm1(search.residuals(solution.values))
     return MixFit(parameters, tuple(float(value) for value in residuals))
 

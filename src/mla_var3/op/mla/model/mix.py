@@ -40,6 +40,7 @@ from mla_var3.op.mla.cost import (
     query_projection_cost,
 )
 from mla_var3.op.mla.model.parameters import MixParameters
+from mla_var3.op.mla.model.times import power_limit_us
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
@@ -237,11 +238,10 @@ class MixModel:
 
         It is that of `at`, or what the energy of the attention takes at the power limit.
         """
-        found, joules = self.at(problem, n), self.joules(problem, n)
-        rates = energy_rates(self.parameters.device)
-        if rates is None or joules is None:
-            return found.total_us
-        return max(found.total_us, rates.least_us(joules) + found.others_us)
+        found, work = self.at(problem, n), mix_work(problem, n, self.form)
+        device, others_us = self.parameters.device, found.others_us
+        limit_us = power_limit_us(device, work.latent, work.heads, others_us)
+        return found.total_us if limit_us is None else max(found.total_us, limit_us)
 
     def worthwhile_n(self, problem: MlaProblem, multiple: int = 1) -> int:
         """The best `n` in a burst, or that of the better pure path where the mix gains too little.

@@ -49,7 +49,7 @@ class Parameter:
     """One number and its provenance.
 
     Attributes:
-        value: The number; positive, infinity allowed.
+        value: The number; positive, infinity allowed, for some also zero.
         origin: One of `ORIGINS`.
         source: What it was read from, computed from or fitted to.
         error: Relative standard error of a fitted value; None for the others.
@@ -254,9 +254,7 @@ def _from_table(spec: DeviceSpec, key: str) -> Parameter:
     return Parameter(spec[key], kinds.get(entry.kind, "vendor"), f"{key}: {entry.source}")
 
 
-def _require_parameter(name: str, parameter: object) -> None:
-    if not isinstance(parameter, Parameter):
-        raise InvalidArgumentError(name, "a Parameter", repr(parameter))
+def _require_parameter(name: str, parameter: Parameter) -> None:
     value = parameter.value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     least = "zero or a positive number" if name in _MAY_BE_ZERO else "a positive number"

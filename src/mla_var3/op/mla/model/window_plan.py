@@ -208,7 +208,9 @@ def parse_bytes(text: str) -> int:
     unit = None if match is None else _UNITS.get(match.group(2))
     if match is None or unit is None:
         raise InvalidArgumentError(
-            "budget", "a number of bytes, or one with KiB, MiB, GiB, kB, MB or GB", repr(text)
+            "budget",
+            "a number of bytes, or one with a unit: KiB, MiB, GiB, TiB, kB, MB, GB, TB",
+            repr(text),
         )
     amount = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match[1]) * unit
     if amount < 1:

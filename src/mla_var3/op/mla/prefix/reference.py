@@ -120,15 +120,12 @@ def _require_prefix(
     k_prefix: torch.Tensor, v_prefix: torch.Tensor, k_rope_prefix: torch.Tensor, t: int
 ) -> int:
     """Checks the operands of the prefix; `attend` checks the widths."""
-    if k_prefix.dim() != 3 or k_prefix.shape[1] > t:
-        raise InvalidArgumentError("k_prefix", f"[h, prefix, d], prefix <= t={t}", _shape(k_prefix))
-    h, prefix, _ = k_prefix.shape
-    if v_prefix.dim() != 3 or tuple(v_prefix.shape[:2]) != (h, prefix):
-        raise InvalidArgumentError("v_prefix", f"[{h}, {prefix}, v]", _shape(v_prefix))
-    if k_rope_prefix.dim() != 2 or k_rope_prefix.shape[0] != prefix:
-        raise InvalidArgumentError("k_rope_prefix", f"[{prefix}, p]", _shape(k_rope_prefix))
+    keys, values, rope = (list(rows.shape) for rows in (k_prefix, v_prefix, k_rope_prefix))
+    if len(keys) != 3 or keys[1] > t:
+        raise InvalidArgumentError("k_prefix", f"[h, prefix, d], prefix <= t={t}", keys)
+    h, prefix, _ = keys
+    if len(values) != 3 or values[:2] != [h, prefix]:
+        raise InvalidArgumentError("v_prefix", f"[{h}, {prefix}, v]", values)
+    if len(rope) != 2 or rope[0] != prefix:
+        raise InvalidArgumentError("k_rope_prefix", f"[{prefix}, p]", rope)
     return prefix
-
-
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)

@@ -118,7 +118,7 @@ def load_ncu_report() -> Any:
         if version_numbers(version) >= MINIMUM_READER:
             return importlib.import_module("ncu_report")
         got = f"version {version}"
-    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+    except ImportError as error:  # also that of a package without metadata
         got = f"none ({error})"
     needed = ".".join(map(str, MINIMUM_READER))
     raise MissingToolError(
@@ -164,6 +164,7 @@ def collect(
     Without metrics ncu collects the full set, with sources.
     """
     note = ""
+    (folder / "profiler.log").unlink(missing_ok=True)
     if metrics is not None:
         note = nsight_problem(tool, folder) or ""
         try:
@@ -189,16 +190,13 @@ def _collect(
     dropped: list[str] = []
     while True:
         left = None if metrics is None else [name for name in metrics if name not in dropped]
-        nsight = {
-            "metrics": left,
-            "clock_control": CLOCK_CONTROL,
-            "output_prefix": str(folder / _NSIGHT_PREFIX),
-        }
         try:
             if collector == "ncu":
                 dataclasses.replace(spec, nsight=None).write(path)
                 run_ncu(ncu_command(tool, report.with_suffix(""), path, left), tool, report)
             else:
+                prefix = str(folder / _NSIGHT_PREFIX)
+                nsight = {"metrics": left, "clock_control": CLOCK_CONTROL, "output_prefix": prefix}
                 dataclasses.replace(spec, nsight=nsight).write(path)
                 made = folder / f"{_NSIGHT_PREFIX}{target.NSIGHT_REPORT}"
                 run_ncu(target_command(path), tool, made)
@@ -241,8 +239,11 @@ def target_command(spec: Path) -> list[str]:
 
 
 def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
-    """Run a profiling command; its output goes to `profiler.log` beside the report."""
+    """Run a profiling command; its output is added to `profiler.log` beside the report."""
     log.debug("running %s", command)
+    # Left by an earlier run, they would be taken for those of this one.
+    for stale in (report, report.with_suffix(".log")):
+        stale.unlink(missing_ok=True)
     # The profiled program imports this package and finds this profiler.
     path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
     try:
@@ -261,7 +262,8 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     # nsight-python keeps ncu's own messages in a file beside the report.
     if report.with_suffix(".log").is_file():
         text += report.with_suffix(".log").read_text(errors="replace")
-    log_file.write_text(text)
+    with log_file.open("a") as file:  # what was tried before stays
+        file.write(text)
     unknown = _UNKNOWN_METRIC.findall(text)
     where = f"{_cause(text)} (full output in {log_file})"
     if "ERR_NVGPUCTRPERM" in text:

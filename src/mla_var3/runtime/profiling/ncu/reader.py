@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,11 @@ class Figure:
     scale: float = 1.0
 
     def convert(self, value: MetricValue) -> float | None:
-        """The value in the figure's unit."""
-        number = value.number
-        if number is None:
+        """The value in the figure's unit; None where there is none, or its unit is unknown."""
+        factor = _SCALES.get(self.unit, {value.unit: 1.0}).get(value.unit)
+        if value.number is None or factor is None:
             return None
-        return number * self.scale * _SCALES.get(self.unit, {}).get(value.unit, 1.0)
+        return value.number * self.scale * factor
 
 
 _PEAK = "avg.pct_of_peak_sustained_elapsed"
@@ -312,19 +312,13 @@ def read_launches(path: Path) -> list[Launch]:
     if not report.num_ranges():  # also what some releases return for a file that is no report
         raise UnsupportedError(f"{path}: expected a report with profiled kernels, got none")
     found = []
-    for action in _actions(report):
-        name = _range_name(action)
-        if name is not None:
-            metrics = {n: _value(action.metric_by_name(n)) for n in action.metric_names()}
-            found.append(Launch(name, action.name(), metrics, action, report))
+    for part in map(report.range_by_idx, range(report.num_ranges())):
+        for action in map(part.action_by_idx, range(part.num_actions())):
+            name = _range_name(action)
+            if name is not None:
+                metrics = {n: _value(action.metric_by_name(n)) for n in action.metric_names()}
+                found.append(Launch(name, action.name(), metrics, action, report))
     return found
-
-
-def _actions(report: Any) -> Iterator[Any]:
-    for index in range(report.num_ranges()):
-        part = report.range_by_idx(index)
-        for number in range(part.num_actions()):
-            yield part.action_by_idx(number)
 
 
 def _range_name(action: Any) -> str | None:

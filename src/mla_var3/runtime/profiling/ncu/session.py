@@ -15,7 +15,7 @@ from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.ncu import driver, reader
-from mla_var3.runtime.profiling.target import TargetSpec, apply_tilings
+from mla_var3.runtime.profiling.target import TargetSpec
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.stage import by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions
@@ -65,6 +65,8 @@ def profile(
     runs: int,
 ) -> Session:
     """Tune, check, time by events, then profile every stage under Nsight Compute."""
+    import torch
+
     tool = driver.find_ncu()
     driver.load_ncu_report()  # fails before minutes of tuning, not after
     clocks = announce_clocks(environment())
@@ -79,7 +81,9 @@ def profile(
         not_disassembled = common.write_compiled(
             prepared.stage.kernels(), prepared.require_device().target, folder
         )
-        prepared = _without_tensors(prepared, target_spec)
+        # The profiled program needs the GPU memory.
+        prepared.inputs, prepared.stage = (), target_spec.build_stage(prepared.plan, "meta")
+        torch.cuda.empty_cache()
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
         collection = driver.collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
@@ -95,18 +99,6 @@ def profile(
         event_us=event_us,
         not_disassembled=not_disassembled,
     )
-
-
-def _without_tensors(prepared: Prepared, spec: TargetSpec) -> Prepared:
-    """The same without GPU memory, which the profiled program needs."""
-    import torch
-
-    stage = prepared.plan.plan(*prepared.plan.prepare_inputs("meta"))
-    apply_tilings(stage, spec.tilings)
-    light = dataclasses.replace(prepared, inputs=(), stage=stage)
-    prepared.inputs, prepared.stage = (), stage
-    torch.cuda.empty_cache()
-    return light
 
 
 def measurements(session: Session) -> list[StageMeasurement]:

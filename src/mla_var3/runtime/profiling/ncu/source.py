@@ -172,11 +172,8 @@ def _plain(value: float | None) -> object:
 
 def package_path(file: str) -> PurePosixPath | None:
     """A recorded path relative to the package folder, None for a file that is not ours."""
-    parts = PurePosixPath(file).parts
-    for index in range(len(parts) - 1, -1, -1):
-        if parts[index] == PACKAGE:
-            return PurePosixPath(*parts[index + 1 :])
-    return None
+    _, ours, path = f"/{file}".rpartition(f"/{PACKAGE}/")
+    return PurePosixPath(path) if ours else None
 
 
 def shown_path(file: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from mla_var3.runtime.profiling.timeline.model import (
     most_overlap,
     overlap,
 )
-from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.stage import Stage, by_unique_name
 
 SERIAL_BELOW = 0.10
 """Two members count as serialised when they share less than this part of the shorter one."""
@@ -57,7 +58,7 @@ class Outline:
 
     Attributes:
         name: of the whole.
-        leaves: label of every kernel in launch order; a second one of a name is `name#2`.
+        leaves: label of every kernel in launch order; a second one of a name is `name.2`.
         names: the kernels' own names, in the same order.
         groups: concurrent groups, outer ones first.
     """
@@ -70,8 +71,9 @@ class Outline:
 
 def outline(stage: Stage) -> Outline:
     """The outline of a runtime object."""
-    names: list[str] = []
+    labels = by_unique_name(stage.kernels())
     groups: list[Group] = []
+    position = itertools.count()
 
     def walk(node: Stage) -> tuple[int, ...]:
         if isinstance(node, KernelPipeline):
@@ -81,16 +83,11 @@ def outline(stage: Stage) -> Outline:
             members = [Member(child.name, walk(child)) for child in node.concurrent_kernels]
             groups.insert(place, Group(node.name, tuple(members)))
             return tuple(leaf for member in members for leaf in member.leaves)
-        first = len(names)
-        names.extend(kernel.name for kernel in node.kernels())
-        return tuple(range(first, len(names)))
+        return tuple(next(position) for _ in node.kernels())
 
     walk(stage)
-    labels = []
-    for index, name in enumerate(names):
-        earlier = names[:index].count(name)
-        labels.append(f"{name}#{earlier + 1}" if earlier else name)
-    return Outline(stage.name, tuple(labels), tuple(names), tuple(groups))
+    names = tuple(kernel.name for kernel in labels.values())
+    return Outline(stage.name, tuple(labels), names, tuple(groups))
 
 
 def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None]:
@@ -226,9 +223,7 @@ def group_overlap(run: Iteration, group: Group) -> GroupOverlap:
     busy = [run.busy(member.leaves) for member in group.members]
     lengths = tuple(length(member) for member in busy)
     pairs = {
-        (i, j): overlap([busy[i], busy[j]])
-        for i in range(len(busy))
-        for j in range(i + 1, len(busy))
+        (i, j): overlap([busy[i], busy[j]]) for i, j in itertools.combinations(range(len(busy)), 2)
     }
     everything = [interval for member in busy for interval in member]
     return GroupOverlap(overlap(busy), most_overlap(lengths), length(everything), lengths, pairs)

@@ -147,35 +147,27 @@ def record_with_torch(stage: Stage, runs: int, trace: Path) -> Timeline:
     return formats.read_chrome_trace(trace)
 
 
-def profile_command(nsys: Path, report: Path, spec: Path) -> list[str]:
-    """The command that records the runs of a spec; `report` is the report's path without suffix."""
-    options = ("--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
-    watched = (sys.executable, "-m", MODULE, str(spec))
-    return [str(nsys), "profile", *options, "-o", str(report), *watched]
-
-
-def stats_command(nsys: Path, report: Path, output: Path) -> list[str]:
-    """The command that turns a report into the files `<output>_<report>.csv`."""
-    options = ("--format", "csv", "--force-export=true", "--force-overwrite=true")
-    reports = ("--report", ",".join(REPORTS))
-    return [str(nsys), "stats", *reports, *options, "--output", str(output), str(report)]
-
-
 def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) -> None:
     """Record with Nsight Systems: `report.nsys-rep`, and `stats/` made of it."""
+    report, stats = folder / "report.nsys-rep", folder / "stats"
+    report.unlink(missing_ok=True)  # that of an earlier run, which this one may not replace
     nsys = find_tool("nsys")
     if nsys is None:
         raise MissingToolError("Nsight Systems: expected the program nsys on PATH, got none")
-    report, stats = folder / "report.nsys-rep", folder / "stats"
     with tempfile.TemporaryDirectory() as temporary:
         spec = Path(temporary) / "spec.json"
         TargetSpec.of(plan, stage, runs).write(spec)
-        _run(profile_command(nsys, report.with_suffix(""), spec), report)
+        options = "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"
+        watched = sys.executable, "-m", MODULE, str(spec)
+        output = str(report.with_suffix(""))
+        _run([str(nsys), "profile", *options, "-o", output, *watched], report)
     stats.mkdir(exist_ok=True)
+    options = "--format", "csv", "--force-export=true", "--force-overwrite=true"
+    # Each table becomes a file `report_<table>.csv`.
+    output, tables = str(stats / "report"), ",".join(REPORTS)
+    command = [str(nsys), "stats", "--report", tables, *options, "--output", output, str(report)]
     try:
-        _run(
-            stats_command(nsys, report, stats / "report"), stats / f"report_{formats.GPU_TRACE}.csv"
-        )
+        _run(command, stats / f"report_{formats.GPU_TRACE}.csv")
     except UnsupportedError:
         shutil.rmtree(stats)
         raise
@@ -183,6 +175,7 @@ def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) ->
 
 def _run(command: Sequence[str], result: Path) -> None:
     """Run a command that must leave a file."""
+    result.unlink(missing_ok=True)
     try:
         done = run_profiler(command, package_environment(), _RUN_TIMEOUT_S)
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -98,13 +97,6 @@ def _api_rows(timeline: Timeline) -> list[dict[str, object]]:
     ]
 
 
-def _triple(values: Sequence[int] | None) -> tuple[int, int, int] | None:
-    if not values:
-        return None
-    x, y, z = map(int, values)
-    return x, y, z
-
-
 def read_chrome_trace(path: Path) -> Timeline:
     """The timeline in a Chrome trace of torch.profiler."""
     try:
@@ -125,15 +117,14 @@ def read_chrome_trace(path: Path) -> Timeline:
                     stream=int(args["stream"]),
                     correlation=int(args["correlation"]),
                     kind=kind,
-                    grid=_triple(args.get("grid")),
-                    block=_triple(args.get("block")),
+                    grid=tuple(args.get("grid", ())) or None,
+                    block=tuple(args.get("block", ())) or None,
                     registers=args.get("registers per thread"),
                     shared_bytes=args.get("shared memory"),
                 )
             )
         elif kind in _API_KINDS:
-            call = ApiCall(*timed, int(event["tid"]), int(args.get("correlation", 0)))
-            api.append(call)
+            api.append(ApiCall(*timed, int(event["tid"]), int(args.get("correlation", 0))))
         elif kind == _RANGE_KIND:
             ranges.append(HostRange(*timed, int(event["tid"])))
     devices = data.get("deviceProperties") or [{}]

@@ -7,6 +7,7 @@ Times are whole nanoseconds on one clock, so nothing here rounds. An interval is
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -54,15 +55,15 @@ class GpuActivity(Event):
     stream: int
     correlation: int
     kind: str = "kernel"
-    grid: tuple[int, int, int] | None = None
-    block: tuple[int, int, int] | None = None
+    grid: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
     registers: int | None = None
     shared_bytes: int | None = None
 
     @property
     def ctas(self) -> int | None:
         """CTAs of the launch."""
-        return None if self.grid is None else self.grid[0] * self.grid[1] * self.grid[2]
+        return None if self.grid is None else math.prod(self.grid)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Nsight Compute: finding it, its command lines, its failures; all with a stand-in program."""
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +29,6 @@ VERSION = "print('NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion {}.0
 SPEC = TargetSpec("m", "P", {}, {}, "sm_90", [])
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> Path:
-    path = stand_in(folder / "ncu", body)
-    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
-    return path
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -42,7 +37,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> Path:
     ],
 )
 def test_an_old_and_a_broken_ncu_are_told_apart(monkeypatch, tmp_path, body, message):
-    install(monkeypatch, tmp_path, body)
+    path = stand_in(tmp_path / "ncu", body)
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
     with pytest.raises(UnsupportedError, match=message):
         find_ncu()
 
@@ -87,9 +83,17 @@ def run_stand_in(folder: Path, body: str) -> Path:
     ],
 )
 def test_failures_are_explained_in_one_line(tmp_path, body, expected):
+    (tmp_path / "report.ncu-rep").write_text("of an earlier run in the same folder")
     with pytest.raises(UnsupportedError, match=expected) as raised:
         run_stand_in(tmp_path, body)
     assert "\n" not in str(raised.value)
+
+
+def test_the_log_keeps_what_was_tried_before(tmp_path):
+    for word in ("one", "two"):
+        with pytest.raises(UnsupportedError, match=f"got none: {word}"):
+            run_stand_in(tmp_path, f"print('{word}')")
+    assert (tmp_path / "profiler.log").read_text().split() == ["one", "two"]
 
 
 def test_unknown_metrics_are_named(tmp_path):
@@ -98,17 +102,23 @@ def test_unknown_metrics_are_named(tmp_path):
     assert raised.value.names == ("a__b.sum",)
 
 
-def test_a_missing_reader_says_what_to_install(monkeypatch):
+def not_installed(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("version", "got"),
+    [
+        (lambda name: "2025.3.1", "version 2025.3.1"),  # crashes beside torch
+        (lambda name: "2026.2.0", "none (import of ncu_report halted"),
+        (not_installed, "none (No package metadata"),
+    ],
+)
+def test_a_reader_that_cannot_be_used_says_what_to_install(version, got, monkeypatch):
     monkeypatch.setitem(sys.modules, "ncu_report", None)
-    with pytest.raises(MissingToolError, match=r"ncu-report: .*hyper-mla\[profiling\]"):
-        load_ncu_report()
-
-
-def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2025.3.1")
-    with pytest.raises(
-        MissingToolError, match=r"expected 2026\.2 or newer .* got version 2025\.3\.1"
-    ):
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    expected = rf"^ncu-report: expected 2026\.2 or newer .* got {re.escape(got)}.*-mla\[profiling\]"
+    with pytest.raises(MissingToolError, match=expected):
         load_ncu_report()
 
 
@@ -144,11 +154,7 @@ def test_nsight_python_is_usable_when_it_fits(monkeypatch, tmp_path):
     (tmp_path / "nsight.py").write_text("import deepdiff_that_is_missing\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "cannot be imported: No module named 'deepdiff" in (nsight_problem(TOOL, plain) or "")
-
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
     assert nsight_problem(TOOL, plain) == "nsight-python is not installed"
 
 
@@ -177,6 +183,7 @@ def run_collect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
         runs = Runs(dict(failures or {}))
         monkeypatch.setattr(ncu_driver, "run_ncu", runs)
         monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: problem)
+        (tmp_path / "profiler.log").write_text("of an earlier run in the same folder")
         return collect(TOOL, tmp_path, SPEC, metrics), runs
 
     return run
@@ -197,6 +204,7 @@ BOOM: dict[str, Exception] = {"nsight-python": UnsupportedError("exit code 1: Ru
 def test_which_collector_is_used_and_why(run_collect, tmp_path, caplog, arguments, used, note):
     done, runs = run_collect(**arguments)
     assert (done.collector, done.note) == (used, note)
+    assert not (tmp_path / "profiler.log").exists()
     assert (tmp_path / "report.ncu-rep").read_text() == used
     assert (f"{note}; running ncu with NVTX ranges instead" in caplog.text) is bool(note)
     command, nsight = runs.commands[-1], TargetSpec.read(tmp_path / "target.json").nsight

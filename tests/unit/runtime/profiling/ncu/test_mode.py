@@ -57,6 +57,7 @@ def test_figures_have_their_units():
 def test_durations_in_any_unit(value, unit, expected):
     figures = figures_of({"gpu__time_duration.sum": MetricValue(value, unit)})
     assert figures["time_us"] == pytest.approx(expected)
+    assert figures_of({"gpu__time_duration.sum": MetricValue(value, "cycle")}) == {}
 
 
 def fake(name: str, nanoseconds: float, tensor: float) -> Launch:

@@ -18,12 +18,13 @@ from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
+from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_with_nsys
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared
 from tests.programs import write_script
-from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, TRACE
+from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, PIPE, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
 
 RECORDER = """#!/bin/sh
@@ -58,6 +59,7 @@ def test_recording_with_nsight_systems(profile, stats, message, prepared, tmp_pa
     program = write_script(tmp_path / "nsys", RECORDER.format(profile=profile, stats=stats))
     folder = tmp_path / "out"
     folder.mkdir()
+    (folder / "report.nsys-rep").write_text("of an earlier run in the same folder")
     monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
     fails = pytest.raises(UnsupportedError, match=message)
     with fails if message else contextlib.nullcontext():
@@ -141,6 +143,7 @@ def prepared() -> Prepared:
 def test_all_artifacts_of_the_recorded_trace(prepared, tmp_path, caplog):
     caplog.set_level(logging.INFO, "mla_var3")
     result = nsys.summarise(prepared, read_chrome_trace(TRACE), "Recorded by a test.", tmp_path)
+    assert outline(prepared.stage) == PIPE
     assert result.get_total_time_us() == (347.583 + 340.031) / 2
     assert [stage.name for stage in result.stages] == list(NAMES)
     assert result.stages[3].extra["stream"] == 7

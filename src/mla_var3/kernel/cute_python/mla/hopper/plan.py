@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, ROWS
 from mla_var3.kernel.mla_plan import MlaPlan
 
 
@@ -27,6 +27,11 @@ class HopperPlan(MlaPlan):
     def sm_count(self) -> int:
         """SMs of the device that it is planned for."""
         return self.target.sm_count(DEFAULT_SM_COUNT)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 64 query rows per request."""
+        return -(-self.s * self.h // ROWS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

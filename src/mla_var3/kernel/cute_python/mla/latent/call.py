@@ -82,8 +82,39 @@ def partials_for(device: torch.device, sm_count: int, overlap: str = "") -> Part
     return found
 
 
-class LatentLaunch:
-    """Repeats a launch on other tensors of the same shapes, strides and dtypes.
+class PointerLaunch:
+    """Repeats a launch on other tensors of the same shapes, strides and dtypes."""
+
+    def __init__(self, launch: RepeatedLaunch, fields: Sequence[str]) -> None:
+        """Keep the program with its numbers, and the names of its arguments in order."""
+        self._launch = launch
+        self._places = {name: place for place, name in enumerate(fields)}
+
+    def bind(
+        self, names: Sequence[str], fixed: Mapping[str, int]
+    ) -> tuple[Callable[[Sequence[int]], bool], Any]:
+        """The launch on the current stream.
+
+        Args:
+            names: the operand that each pointer of a launch is for; names that the kernel does not
+                have are ignored, and the last of two equal ones counts.
+            fixed: pointers that stay, by operand.
+
+        Returns:
+            A function that takes the pointers in the order of `names` and launches; see
+            `RepeatedLaunch.on_stream`. And an object to keep alive as long as it is used.
+        """
+        places = self._places
+        bound = self._launch.on_stream(
+            raw_stream(self._launch.device),
+            [places.get(name) for name in names],
+            {places[name]: pointer for name, pointer in fixed.items()},
+        )
+        return bound, None
+
+
+class LatentLaunch(PointerLaunch):
+    """The same for the latent kernel, which has a workspace of its own on every stream.
 
     Attributes:
         workspace: bytes of each operand that is workspace to the caller, by name; none for the
@@ -109,13 +140,12 @@ class LatentLaunch:
             workspace: see the class.
             overlap: see `LatentOptions`.
         """
+        super().__init__(launch, fields)
         self._overlap = overlap
         self.workspace: Mapping[str, int] = workspace or {}
-        self._launch = launch
         self._device = device
         self._index: int = device.index
         self._sm_count = sm_count
-        self._places = {name: place for place, name in enumerate(fields)}
 
     def stream(self) -> int | None:
         """The current stream; None when it cannot launch now.
@@ -133,25 +163,10 @@ class LatentLaunch:
     def bind(
         self, names: Sequence[str], fixed: Mapping[str, int]
     ) -> tuple[Callable[[Sequence[int]], bool], Any]:
-        """The launch on the current stream.
-
-        Args:
-            names: the operand that each pointer of a launch is for; names that the kernel does not
-                have are ignored, and the last of two equal ones counts.
-            fixed: pointers that stay, by operand.
-
-        Returns:
-            A function that takes the pointers in the order of `names` and launches; see
-            `RepeatedLaunch.on_stream`. And an object to keep alive as long as it is used.
-        """
+        """See `PointerLaunch`; the object to keep alive is the workspace."""
         partials = partials_for(self._device, self._sm_count, self._overlap)
-        places = self._places
         own = {name: tensor.data_ptr() for name, tensor in partials._asdict().items()}
-        bound = self._launch.on_stream(
-            raw_stream(self._index),
-            [places.get(name) for name in names],
-            {places[name]: pointer for name, pointer in (own | dict(fixed)).items()},
-        )
+        bound, _ = super().bind(names, {**own, **fixed})
         return bound, partials
 
 

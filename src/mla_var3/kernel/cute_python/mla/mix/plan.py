@@ -26,7 +26,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     DecompressedTiling,
     decompressed_stage,
 )
-from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT, ROPE, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, shape_for
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape
@@ -118,11 +118,6 @@ class CuteMixPlan(HopperPlan):
         """How the work of the decompressed kernel may be divided."""
 
     # -- SMs ---------------------------------------------------------------------------------------
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of 64 query rows per request."""
-        return -(-self.s * self.h // ROWS)
 
     @property
     def _shares_sms(self) -> bool:
@@ -316,11 +311,7 @@ class CuteMixPlan(HopperPlan):
 
     def _check_queries(self, q_nope: Tensor, w_uv: Tensor) -> None:
         """Check what the latent kernel does not check itself."""
-        dtype, device = self.torch_dtype, q_nope.device
-        rows = [("b", self.b), ("s", self.s), ("h", self.h)]
-        check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
-        weights = [("h", self.h), ("k", self.k), ("d", self.d)]
-        check_tensor("w_uv", w_uv, weights, dtype, device)
+        self.check_inputs({"q_nope": "bshd", "w_uv": "hkd"}, (q_nope, w_uv))
 
 
 @dataclass

@@ -3,19 +3,17 @@
 Each function launches its kernel on the current stream and returns what repeats the launch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, sm_count_of
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, PointerLaunch, sm_count_of
 from mla_var3.kernel.cute_python.mla.latent.operands import token_stride
 from mla_var3.kernel.cute_python.mla.prefix import gather as gathers
 from mla_var3.kernel.cute_python.mla.prefix import layout as layouts
 from mla_var3.kernel.cute_python.mla.prefix import merge as merges
 from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.cute.launch import RepeatedLaunch
-from mla_var3.runtime.cute.torch_fast import raw_stream
 from mla_var3.runtime.cute_kernel import CuteProgram, program_for
 from mla_var3.runtime.stage import Tiling
 
@@ -25,27 +23,6 @@ CTAS_PER_SM = 8
 scratch_size = layouts.scratch_size
 
 _programs = CALL_STATE.table(64)
-
-
-class PointerLaunch:
-    """Repeats a launch on other tensors of the same shapes, strides and dtypes."""
-
-    def __init__(self, launch: RepeatedLaunch, fields: Sequence[str]) -> None:
-        """Keep the program with its numbers, and the names of its arguments."""
-        self._launch = launch
-        self._places = {name: place for place, name in enumerate(fields)}
-
-    def bind(
-        self, names: Sequence[str], fixed: Mapping[str, int]
-    ) -> tuple[Callable[[Sequence[int]], bool], Any]:
-        """The launch on the current stream, see `LatentLaunch.bind`."""
-        places = self._places
-        bound = self._launch.on_stream(
-            raw_stream(self._launch.device),
-            [places.get(name) for name in names],
-            {places[name]: pointer for name, pointer in fixed.items()},
-        )
-        return bound, None
 
 
 def lay_out(

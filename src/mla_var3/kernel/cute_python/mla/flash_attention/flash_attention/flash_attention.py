@@ -49,7 +49,6 @@ from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.op.mla.reference import reference_decompressed
 from mla_var3.runtime.cute_kernel import CuteKernel
-from mla_var3.runtime.tensors import check_tensor
 
 TUNED_SPLITS = (1, 2, 4, 8)
 """Splits that tuning tries beside the number that the shape suggests."""
@@ -107,22 +106,13 @@ class CuteFlashAttention(HopperPlan):
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> CuteKernel:
-        q_nope, q_rope, keys, values, k_rope, lengths = inputs
-        dtype, device = self.torch_dtype, q_nope.device
-        rows = [("b", self.b), ("s", self.s), ("h", self.h)]
-        tokens = [("b", self.b), ("h", self.h), ("t", self.t)]
-        check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
-        check_tensor("q_rope", q_rope, [*rows, ("p", self.p)], dtype, device)
-        check_tensor("k", keys, [*tokens, ("d", self.d)], dtype, device)
-        check_tensor("v", values, [*tokens, ("v", self.problem().v)], dtype, device)
-        rope = [("b", self.b), ("t", self.t), ("p", self.p)]
-        check_tensor("k_rope", k_rope, rope, dtype, device)
-        check_tensor("lengths", lengths, [("b", self.b)], torch.int32, device)
+        shapes = {"q_nope": "bshd", "q_rope": "bshp", "k": "bhtd", "v": "bhtv", "k_rope": "btp"}
+        self.check_inputs({**shapes, "lengths": "b"}, inputs)
         return decompressed_stage(
             self,
             self.tiling,
-            ELEMENT_TYPES[dtype],
-            DecompressedOperands(q_nope, q_rope, keys, values, k_rope, lengths),
+            ELEMENT_TYPES[self.torch_dtype],
+            DecompressedOperands(*inputs),
             self.decompressed_shape,
             self.t,
             self.sm_count,

@@ -77,11 +77,6 @@ class CuteFlashMLA(HopperPlan):
         if LatentWidths(self.k, self.p) not in LATENT_WIDTHS:
             raise InvalidArgumentError("(k, p)", served_widths(), (self.k, self.p))
 
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of 64 query rows per request."""
-        return -(-self.s * self.h // ROWS)
-
     def groups(self, tiling: FlashMLATiling) -> GroupShape:
         """The CTA groups of a launch with this tiling."""
         return group_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.group_ctas)
@@ -115,7 +110,7 @@ class CuteFlashMLA(HopperPlan):
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         _, _, latent, rope, lengths, *rest = inputs
-        rows = self.latent_rows(*inputs[:5]) if not self.page else self.paged_rows(*inputs)
+        rows = check_paged(self, self.page, inputs) if self.page else self.latent_rows(*inputs)
         # All rows lie at one distance from each other, across requests too.
         count = self.b * self.s * self.h
         operands = LatentOperands.allocate(
@@ -134,10 +129,6 @@ class CuteFlashMLA(HopperPlan):
             sliding_window=self.sliding_window or None,
         )  # fmt: skip
         return KernelPipeline(_name=self.name, stages=[attention])
-
-    def paged_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Check paged inputs; returns the queries as rows."""
-        return check_paged(self, self.page, inputs)
 
 
 def unsupported(shape: Any) -> str | None:

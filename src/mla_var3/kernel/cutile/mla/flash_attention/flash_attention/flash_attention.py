@@ -29,7 +29,6 @@ from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.op.mla.reference import reference_decompressed
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.tensors import check_tensor
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -84,16 +83,9 @@ class CtFlashAttention(MlaPlan):
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         q_nope, q_rope, keys, values, k_rope, lengths = inputs
-        b, s, t, h, d, p = self.b, self.s, self.t, self.h, self.d, self.p
-        dtype, device = self.torch_dtype, q_nope.device
-        rows = [("b", b), ("s", s), ("h", h)]
-        tokens = [("b", b), ("h", h), ("t", t), ("d", d)]
-        check_tensor("q_nope", q_nope, [*rows, ("d", d)], dtype, device)
-        check_tensor("q_rope", q_rope, [*rows, ("p", p)], dtype, device)
-        check_tensor("k", keys, tokens, dtype, device)
-        check_tensor("v", values, tokens, dtype, device)
-        check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], dtype, device)
-        check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
+        shapes = {"q_nope": "bshd", "q_rope": "bshp", "k": "bhtd", "v": "bhtd", "k_rope": "btp"}
+        self.check_inputs({**shapes, "lengths": "b"}, inputs)
+        b, s, h, d, p = self.b, self.s, self.h, self.d, self.p
         o = q_nope.new_empty((b, s, h, d))
         lse = q_nope.new_empty((b, s, h), dtype=torch.float32)
 

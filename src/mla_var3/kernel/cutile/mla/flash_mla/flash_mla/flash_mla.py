@@ -104,9 +104,6 @@ class CtFlashMLA(LatentPlan):
         "sm_80", "sm_86", "sm_87", "sm_89", "sm_103", "sm_110", "sm_121",
     )  # fmt: skip
 
-    def _default_tiling(self, name: str) -> FlashMLATiling | None:
-        return self._autotune_configs()[0]
-
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
         return self.candidates(FlashMLATiling)
 

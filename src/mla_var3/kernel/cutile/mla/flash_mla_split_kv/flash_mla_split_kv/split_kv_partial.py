@@ -126,9 +126,6 @@ class CtSplitKVPartial(LatentPlan):
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
         return self.candidates(SplitKVPartialTiling)
 
-    def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
-        return self._autotune_configs()[0]
-
     def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
         seen = self.problem().within(self.sliding_window)
         cost = flash_mla_split_kv_stages(seen, self.splits, self.token_bytes)[0]

@@ -107,11 +107,12 @@ class CtSplitKVReduce(MlaPlan):
         return out.to(compute_dtype or torch.float32), lse.float()
 
     def _default_tiling(self, name: str) -> SplitKVReduceTiling | None:
-        return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
+        return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[SplitKVReduceTiling]:
-        shapes = ((8, 1, 512), (16, 1, 512), (16, 1, 256), (16, 1, 128))
-        return [SplitKVReduceTiling(Sp, Br, Kc) for Sp, Br, Kc in shapes]
+        shapes = ((8, 512), (16, 512), (16, 256), (16, 128))
+        fitting = dict.fromkeys((Sp, min(Kc, self.k)) for Sp, Kc in shapes)
+        return [SplitKVReduceTiling(Sp, 1, Kc) for Sp, Kc in fitting]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVReduceTiling) -> tuple[float, float]:
         cost = flash_mla_split_kv_stages(self.problem(), self.splits)[1]

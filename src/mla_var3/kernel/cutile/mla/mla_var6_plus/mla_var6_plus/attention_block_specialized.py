@@ -20,6 +20,7 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_head_tile,
     store_old_tokens,
 )
+from mla_var3.kernel.cutile.mla.tilings import with_parts_of
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -97,7 +98,7 @@ class CtAttentionBlockSpecialized(MixAttentionPlan):
     tiling: AttentionBlockSpecializedTiling = field(default_factory=AttentionBlockSpecializedTiling)
 
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTiling]:
-        return AttentionBlockSpecializedTiling.candidates(self.target.code)
+        return with_parts_of(AttentionBlockSpecializedTiling.candidates(self.target.code), self.k)
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         tensors, outputs = self.operands(*inputs)

@@ -22,6 +22,7 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_head_tile,
     store_old_tokens,
 )
+from mla_var3.kernel.cutile.mla.tilings import with_parts_of
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -118,7 +119,7 @@ class CtAttentionBlockSpecializedV2(MixAttentionPlan):
     )
 
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV2]:
-        return AttentionBlockSpecializedTilingV2.candidates(self.target.code)
+        return with_parts_of(AttentionBlockSpecializedTilingV2.candidates(self.target.code), self.k)
 
     def latent_tiles_are_longer(self, tiling: AttentionBlockSpecializedTilingV2) -> bool:
         """Whether a latent tile of the longest request has more operations than a head tile."""

@@ -25,7 +25,7 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_head_tile,
     store_old_tokens,
 )
-from mla_var3.kernel.cutile.mla.tilings import multiprocessors
+from mla_var3.kernel.cutile.mla.tilings import multiprocessors, with_parts_of
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -152,7 +152,7 @@ class CtAttentionBlockSpecializedV3(MixAttentionPlan):
     )
 
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV3]:
-        return AttentionBlockSpecializedTilingV3.candidates(self.target.code)
+        return with_parts_of(AttentionBlockSpecializedTilingV3.candidates(self.target.code), self.k)
 
     def plan(self, *inputs: Tensor) -> QueuedKernel:
         tensors, outputs = self.operands(*inputs)

@@ -35,6 +35,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     multiprocessors,
     tile_sides,
     tiling_target,
+    with_parts_of,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import attend
@@ -128,7 +129,7 @@ class CtLatentOldV4(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[LatentOldTilingV4]:
-        found = LatentOldTilingV4.candidates(self.target.code)
+        found = with_parts_of(LatentOldTilingV4.candidates(self.target.code), self.k)
         return found[:1] if self.alone else found
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:

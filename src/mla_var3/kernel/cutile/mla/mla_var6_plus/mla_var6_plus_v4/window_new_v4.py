@@ -41,7 +41,6 @@ from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.reference import decompressed_segment
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tensors import check_tensor
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -141,8 +140,9 @@ class CtWindowNewV4(MlaPlan):
         return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
 
     def plan(self, *inputs: Tensor) -> CtKernel:
-        self._check_inputs(*inputs)
-        q_nope, *_, lengths = inputs
+        window = {"k_new": "bhnd", "v_new": "bhnd", "k_rope_new": "bnp", "lengths": "b"}
+        self.check_inputs({"q_nope": "bshd", "q_rope": "bshp", **window}, inputs, n=self.n)
+        q_nope = inputs[0]
         b, s, h, d = self.b, self.s, self.h, self.d
         o_new = q_nope.new_empty((b, s, h, d))
         lse_new = q_nope.new_empty((b, s, h), dtype=torch.float32)
@@ -183,19 +183,3 @@ class CtWindowNewV4(MlaPlan):
             autotune_configs=self._autotune_configs(),
             algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
         )
-
-    def _check_inputs(self, *inputs: Tensor) -> None:
-        dtype, device = self.torch_dtype, inputs[0].device
-        b, n = ("b", self.b), ("n", self.n)
-        rows = [b, ("s", self.s), ("h", self.h)]
-        window = [b, ("h", self.h), n, ("d", self.d)]
-        shapes = {
-            "q_nope": [*rows, ("d", self.d)],
-            "q_rope": [*rows, ("p", self.p)],
-            "k_new": window,
-            "v_new": window,
-            "k_rope_new": [b, n, ("p", self.p)],
-        }
-        for (name, shape), tensor in zip(shapes.items(), inputs[:-1], strict=True):
-            check_tensor(name, tensor, shape, dtype, device)
-        check_tensor("lengths", inputs[-1], [b], torch.int32, device)
