@@ -101,10 +101,14 @@ class BenchOptions(SessionOptions):
         if self.resume and (self.records or self.predict_for or self.mode == PREDICT):
             other = "records" if self.records else "predictions"
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
+        asked: dict[str, object] = {"model": self.widths, **self.sizes, "kernels": self.kernels}
+        if self.records:
+            for name, given in asked.items():
+                if given:
+                    raise InvalidArgumentError(name, "none with --records", "one")
         if self.suite in suites.FIXED_SUITES:
             changes = {
-                "model": self.widths, **self.sizes, "causal": not self.causal,
-                "dtype": self.dtype != suites.COMMON.dtype, "kernels": self.kernels,
+                **asked, "causal": not self.causal, "dtype": self.dtype != suites.COMMON.dtype,
             }  # fmt: skip
             for name, given in changes.items():
                 if given:

@@ -150,8 +150,8 @@ class Stage(ABC):
         return total
 
     def tilings(self) -> dict[str, Tiling]:
-        """The active tiling of every kernel, by kernel name."""
-        return {kernel.name: kernel.tiling for kernel in self.kernels()}
+        """The active tiling of every kernel, by the names of `by_unique_name`."""
+        return {name: kernel.tiling for name, kernel in by_unique_name(self.kernels()).items()}
 
     @property
     def device_type(self) -> str:

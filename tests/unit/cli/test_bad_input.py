@@ -73,6 +73,7 @@ BAD = {
     "bench all --resume=x.json": "resume: expected a GPU to continue on",
     "bench all --resume=x.json --mode=predict": "resume: expected none with predictions",
     "bench --against=gone.json": "gone.json: expected a readable record",
+    "bench --records gone.json --s=4": "s: expected none with --records",
     "bench --records gone.json": "gone.json: expected a readable record",
     "bench all --mode=predict --out_dir=file/below": f"{FOLDER}/below (Not a directory)",
     "compare flash_mla": "expected at least two",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 from mla_var3.conf.devices import DeviceSpec, load_devices
@@ -11,7 +12,7 @@ from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
-from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
 
 
@@ -39,16 +40,18 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
         return known[key]
 
     reports: list[CompileReport] = []
+    of_kernel: dict[str, list[CompileReport]] = defaultdict(list)
     sections: list[str] = []
     targets = plan_targets(plan) if run.targets is None else run.targets
     total = len(targets)
     for done, code in enumerate(targets):
         target = Target.of_code(code, here)
         _, stage = planned(target)
-        for kernel in stage.kernels():
-            run.progress("compile", done, total, f"{kernel.name} for {code}")
-            artifacts = folder / "compiled" / kernel.name
-            reports.append(compile_report(kernel, code, artifacts_dir=artifacts))
+        for name, kernel in by_unique_name(stage.kernels()).items():
+            run.progress("compile", done, total, f"{name} for {code}")
+            report = compile_report(kernel, code, artifacts_dir=folder / "compiled" / name)
+            reports.append(report)
+            of_kernel[name].append(report)
         title = f"### {code}, planned for {target.require_device().name}"
         sections.append(f"{title}\n\n{common.tiling_table(stage)}")
     run.progress("compile", total, total, "done")
@@ -71,8 +74,8 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
         out_dir=folder,
         record=record,
     )
-    for figures in result.stages:
-        figures.extra["compile"] = [r for r in reports if r.kernel == figures.name]
+    for figures, name in zip(result.stages, by_unique_name(stage.kernels()), strict=True):
+        figures.extra["compile"] = of_kernel[name]
     parts = [
         common.header(f"{plan.name}, static mode", record),
         "## Compile report\n",

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.model.designs import estimate
 from mla_var3.op.mla.model.times import Estimate, Workload
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
@@ -15,6 +16,7 @@ from mla_var3.op.mla.window.formats import PLAIN
 COPIED, LATENT, DECOMPRESSED = "copied", "latent", "decompressed"
 KERNELS = {COPIED: "flash_mla", LATENT: "flash_mla_prefix", DECOMPRESSED: "mla_var6_plus_v6"}
 """Way to attend to shared tokens -> its kernel, in CuTe DSL."""
+HOPPER = (9, 0)
 GROUPED = "mla_var6_plus_v6_groups"
 """The decompressed way for several groups."""
 
@@ -91,9 +93,16 @@ class PrefixPlan:
 def plan_prefix(
     shared: SharedPrefixProblem, spec: DeviceSpec, budget_bytes: int, layers: int = 1
 ) -> PrefixPlan:
-    """Compare the ways to attend to shared tokens, with memory for copies of all layers."""
+    """Compare the ways to attend to shared tokens, with memory for copies of all layers.
+
+    Raises:
+        InvalidArgumentError: no kernel shares tokens on the device.
+    """
     require_int("budget", budget_bytes, minimum=1)
     require_int("layers", layers, minimum=1)
+    if spec.compute_capability != HOPPER:
+        expected = "a GPU of compute capability 9.0, which the kernels are for"
+        raise InvalidArgumentError("device", expected, spec.name)
     problem, prefix = shared.problem, shared.prefix
     ways = []
     for name, kernel in KERNELS.items():
