@@ -82,6 +82,23 @@ def test_metadata_for_graphs_equal_eager_ones() -> None:
         assert getattr(first, name).data_ptr() == getattr(again, name).data_ptr()
 
 
+def test_drafts_may_end_behind_the_context(monkeypatch) -> None:
+    from mla_var3.integrations.sglang import backend
+
+    monkeypatch.setattr(backend, "draft_tokens", lambda runner: 8)
+    pool = SimpleNamespace(req_to_token=torch.zeros((2, 256 + 4 + 8), dtype=torch.int32))
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=256, kv_lora_rank=512), use_mla_backend=True,
+        kv_cache_dtype=torch.bfloat16, page_size=64, token_to_kv_pool=None, device="cpu",
+        req_to_token_pool=pool,
+    )  # fmt: skip
+    made = backend.HyperMLABackend(runner)
+    made.init_cuda_graph_state(max_bs=2, max_num_tokens=16)
+    # 256 tokens and 8 drafts are on five pages, eager and in a graph.
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([1]))
+    assert made._table(batch, 256).shape[1] == made._graph.block_table.shape[1] == 5
+
+
 def test_a_rank_without_requests() -> None:
     """Under data parallelism a rank may be idle while others decode."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -135,7 +135,11 @@ def test_threads_on_one_stream(generator: torch.Generator) -> None:
     weights, cache = weights_of(generator, 64), filled(generator, PAGE)
     given = [(*inputs(generator, 2, 64), cache, *weights) for _ in range(4)]
     require_thread_safe(
-        [partial(mla_attention, *each, kernel=KERNEL, return_lse=True) for each in given]
+        [
+            partial(mla_attention, *each, kernel=KERNEL, return_lse=lse)
+            for each in given
+            for lse in (False, True)
+        ]
     )
 
 

@@ -1,6 +1,8 @@
 """append_rows and reserve_pages in the interpreter: the states of a cache are those of torch."""
 
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,3 +277,22 @@ def test_they_compile(target):
     for launch in made:
         signature = ct_kernel.signature_of(launch.kernel, launch.args)
         assert ct_kernel._export(launch.kernel, signature, target, "cubin")
+
+
+def test_a_cache_on_another_device_than_the_current_one(monkeypatch):
+    current, launched = [0], []
+
+    @contextmanager
+    def device(wanted):
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(launches, "capturing", lambda _: False)
+    monkeypatch.setattr(ct_kernel, "launch_kernel", lambda launch: launched.append(current[-1]))
+    operand = SimpleNamespace(device=torch.device("cuda", 1))
+    launch = SimpleNamespace(kernel="append_rows", constants=(), operands=(operand,))
+    assert make_cache().index.kernels._launch(launch)
+    assert launched == [1] and current == [0]

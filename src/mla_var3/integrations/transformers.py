@@ -28,12 +28,15 @@ def use(model: Any, kernel: str = "auto") -> Any:
         The model itself. `model.set_attn_implementation("sdpa")` alone does not undo it; load the
         model again for that.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
-
     layers = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not layers:
         raise UnsupportedError("model: expected layers with expand_kv (MLA), got none")
+    for part in ("indexer", "sinks"):
+        if any(getattr(layer, part, None) is not None for layer in layers):
+            raise UnsupportedError(f"model: expected dense attention, got layers with {part}")
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
     for layer in layers:
@@ -65,13 +68,16 @@ def attend(
         scaling: factor on the logits.
         dropout: 0.
         position_ids: positions of the queries, `[b, s]` or `[1, s]`; a static cache has more slots.
-        options: what transformers passes besides; not used.
+        options: what transformers passes besides. What would change the result is refused.
 
     Returns:
         The output `[b, s, h, v]`, and None for the weights.
     """
     if dropout:
         raise UnsupportedError("dropout: expected 0 (inference), got " + str(dropout))
+    for name in ("indices", "s_aux", "sliding_window", "softcap"):
+        if options.get(name) is not None:
+            raise UnsupportedError(f"{name}: expected none, which this adapter does not compute")
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError("attention_mask: expected no padding; batch prompts of one length")
     b, h, _, width = query.shape

@@ -50,6 +50,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(q_nope=3), r"q_nope: expected a tensor \[b, s, h, d\], got int"),
         (changed(q_nope=torch.randn(B, S, H)), r"q_nope: expected \[b, s, h, d\], got \[2, 3, 2\]"),
         (changed(q_nope=torch.randn(B, 0, H, D)), "q_nope: expected s of at least 1"),
+        (changed(q_nope=torch.randn(0, S, H, D)), "q_nope: expected b of at least 1"),
         (changed(q_nope=torch.randn(B, S, H, D).half()), "w_uk: expected dtype torch.float16"),
         (changed(q_rope=torch.randn(B, S, 1, P)), r"q_rope: expected \[b=2, s=3, h=2, p=4\], got"),
         (changed(q_rope=None), "q_rope: expected a tensor .* got NoneType"),

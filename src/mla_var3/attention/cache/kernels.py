@@ -171,6 +171,10 @@ class CacheKernels:
         """
         from mla_var3.runtime.ct_kernel import launch_kernel, specialisation
 
+        device = launch.operands[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._launch(launch, *given)
         if launch.kernel in self._failed:
             return False
         known = (None if part is None else specialisation(part) for part in given)

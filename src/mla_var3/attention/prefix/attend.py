@@ -21,6 +21,7 @@ from mla_var3.attention.backends.latent import (
     project_heads,
 )
 from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.launch import (
@@ -217,6 +218,9 @@ def layout_of(task: AttentionTask) -> PrefixLayout:
                 f"a layout of {tokens} queries with causal={task.causal}",
                 f"one of {given.total} with causal={given.causal}",
             )
+        page = view.page_size or PAGE_STEP
+        if given.page != page:
+            raise InvalidArgumentError("prefix", f"a layout of pages of {page} tokens", given.page)
         return given
     return prefix_layout(given, task.q, view, cu_seqlens_q=task.cu_seqlens_q, causal=task.causal)
 

@@ -9,7 +9,13 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.prefix.layout import Prefix, groups_in, require_groups, sharing
+from mla_var3.attention.prefix.layout import (
+    Prefix,
+    PrefixLayout,
+    groups_in,
+    require_groups,
+    sharing,
+)
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -98,7 +104,7 @@ def _query_rows(name: str, q: object, options: Options) -> list[tuple[str, int |
     every = (*labels, "h", "d" if name == "q_nope" else "k")
     checked = require_tensor(name, q, [(label, None) for label in every], FLOAT_DTYPES, None)
     for label, size in zip(every, checked.shape, strict=True):
-        if size == 0 and label not in ("total_q", "b"):
+        if size == 0 and label != "total_q":
             raise InvalidArgumentError(name, f"{label} of at least 1", list(checked.shape))
     return [(label, size) for label, size in zip(labels, checked.shape, strict=False)]
 
@@ -241,6 +247,10 @@ def _task(
     prefix = None if options.prefix is None else sharing(options.prefix)
     if prefix is not None:
         require_groups(groups_in(prefix), view)
+    if isinstance(prefix, PrefixLayout) and options.lengths is not None:
+        raise InvalidArgumentError(
+            "lengths", "none beside a PrefixLayout, which holds them", "some"
+        )
     out = options.out
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")

@@ -68,7 +68,8 @@ class HyperMLABackend(AttentionBackend):
         self.data_type = runner.kv_cache_dtype
         self.draft_tokens = draft_tokens(runner)
         self.device = torch.device(runner.device)
-        pages = -(-config.context_len // self.page_size)
+        # A verification may end behind the context: SGLang has slots for its tokens there.
+        pages = -(-(config.context_len + self.draft_tokens) // self.page_size)
         # A view: the first token of each page of each request.
         self._first_tokens = runner.req_to_token_pool.req_to_token[:, :: self.page_size][:, :pages]
         self._layers: dict[int, tuple[torch.Tensor, paged.Pages]] = {}

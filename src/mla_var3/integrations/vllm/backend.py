@@ -126,7 +126,9 @@ def refusals(
         served = ", ".join(map(str, paged.ROW_WIDTHS))
         reasons.append(f"{NAME} serves cache rows of {served} columns, this model has {head_size}")
     if block_size is not None and block_size % paged.PAGE_SIZE:
-        reasons.append(f"{NAME} needs --block-size {paged.PAGE_SIZE}, got {block_size}")
+        reasons.append(
+            f"{NAME} needs --block-size {paged.PAGE_SIZE} or a multiple, got {block_size}"
+        )
     return reasons
 
 

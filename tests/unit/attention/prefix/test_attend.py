@@ -178,6 +178,11 @@ def test_the_host_checks_what_it_can_read(generator):
     layout = prefix_layout(GROUPS, q[0], batch.cache, causal=False)
     with pytest.raises(InvalidArgumentError, match="a layout of 7 queries with causal=True, got"):
         attended(batch, q, layout)
+    layout = prefix_layout(GROUPS, q[0], batch.cache)
+    with pytest.raises(InvalidArgumentError, match="lengths: expected none beside a PrefixLayout"):
+        attended(batch, q, layout, lengths=batch.cache.lengths.clone())
+    with pytest.raises(InvalidArgumentError, match="a layout of pages of 64 tokens, got 128"):
+        attended(batch, q, replace(layout, page=128))
     dense = make_batch(generator, LENGTHS, PREFIXES, paged=False)
     odd = replace(dense.cache, latent=dense.cache.latent[:, :310], rope=dense.cache.rope[:, :310])
     with pytest.raises(InvalidArgumentError, match="prefix: expected a paged cache, or a contig"):

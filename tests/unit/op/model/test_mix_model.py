@@ -97,6 +97,8 @@ def test_bandwidth_is_proportional_first_and_level_last():
 def test_bad_values_are_refused_by_name(name, value):
     with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
         TOY.with_values({name: value})
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a Parameter, got 5.0"):
+        replace(TOY, **{name: 5.0})  # type: ignore[arg-type]
 
 
 def test_parameters_survive_a_file(tmp_path):

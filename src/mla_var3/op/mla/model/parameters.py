@@ -254,7 +254,9 @@ def _from_table(spec: DeviceSpec, key: str) -> Parameter:
     return Parameter(spec[key], kinds.get(entry.kind, "vendor"), f"{key}: {entry.source}")
 
 
-def _require_parameter(name: str, parameter: Parameter) -> None:
+def _require_parameter(name: str, parameter: object) -> None:
+    if not isinstance(parameter, Parameter):
+        raise InvalidArgumentError(name, "a Parameter", repr(parameter))
     value = parameter.value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     least = "zero or a positive number" if name in _MAY_BE_ZERO else "a positive number"
