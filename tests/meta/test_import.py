@@ -32,27 +32,25 @@ CASES = {
     "call on the CPU": (CALL, ("cuda.tile", "cutlass"), None),
     **{
         f"hyper-mla {argv}": (
-            f"from mla_var3.cli.main import main; assert main({argv.split()}) == 0", HEAVY, 0.5,
+            f"from mla_var3.cli.main import main; assert main({argv.split()}) == 0", HEAVY, 1.5,
         )
         for argv in COMMANDS
     },
 }  # fmt: skip
-"""Name -> the code, what it must not load, and the seconds of CPU time that it may take."""
+"""Name -> the code, what it must not load, and the seconds of CPU time that it may take: commands
+took 0.3 to 0.7 on slow and busy machines, torch alone takes two."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_loaded(name, package_environment, tmp_path):
     code, absent, limit = CASES[name]
     program = [sys.executable, "-c", f"{BEFORE}{code}{AFTER}"]
-    for last in (False, True):  # a busy machine may make one run slow
-        done = run_program(program, env=package_environment, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert bool(done.stdout) is name.startswith("hyper-mla")
-        report = json.loads(done.stderr)  # and nothing else was printed
-        assert [module for module in report["modules"] if module.startswith(absent)] == []
-        if limit is None or report["cpu_s"] < limit:
-            break
-        assert not last, f"{report['cpu_s']} s of CPU time, expected less than {limit}"
+    done = run_program(program, env=package_environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert bool(done.stdout) is name.startswith("hyper-mla")
+    report = json.loads(done.stderr)  # and nothing else was printed
+    assert [module for module in report["modules"] if module.startswith(absent)] == []
+    assert limit is None or report["cpu_s"] < limit
 
 
 def test_console_script_starts(repo_root, package_environment):
