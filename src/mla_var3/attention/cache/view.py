@@ -192,11 +192,12 @@ class CacheView:
         given ones instead of older tokens. So it is left out, unless it has a slot for every token.
         """
         if self.k_new is None or self.window >= self.capacity:
-            if self.ring_whole or self.window_start is None:
-                view = replace(self, lengths=lengths)
-                return view.with_whole_ring() if self.ring_whole else view
-            # The call may fill the ring up to its own lengths, which says nothing of later tokens.
-            return replace(self, lengths=lengths, window_start=self.window_start.clone())
+            start = self.window_start
+            if start is not None and not self.ring_whole:
+                # The call may fill the ring up to its own lengths: that is not to be kept.
+                start = start.clone()
+            view = replace(self, lengths=lengths, window_start=start)
+            return view.with_whole_ring() if self.ring_whole else view
         return replace(
             self, lengths=lengths, k_new=None, v_new=None, window_start=None, k_rope_new=None,
             window_scales=None,
