@@ -1,6 +1,7 @@
 """Merges the partials of split work tiles, at the end of the latent kernel's own launch.
 
-    o_partial [slots, 64, k] float32, normalised within the split
+    o_partial [slots, 64, k] float32, normalised within the split; bfloat16 of an 8-bit cache, in the
+        first half of a slot
     lse_partial [slots, 64] float32, in powers of two; -inf for a row without a visible token
     merges [slots + CTAs + 1, 4] int32:
         of every slot its record (`Record`)
@@ -52,9 +53,9 @@ from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
 
 CHUNK = 128
-"""Columns of a row that a warp reads at once: 16 bytes of float32 per lane."""
+"""Columns of a row that a warp reads at once, four per lane: 16 bytes of float32."""
 LOADS = 16
-"""Reads of 16 bytes that a lane starts before it uses the first: the 8 warps of a CTA have few in
+"""Such reads that a lane starts before it uses the first: the 8 warps of a CTA have few in
 flight otherwise. Other numbers were not measured."""
 LOOKS = 16
 """How often a CTA that has computed all looks for others that have not started before it leaves.
@@ -459,7 +460,8 @@ def merge_units(
         turns = quotient(units + per_turn - 1, per_turn)
     slots = 2 * ctas
     partials = cute.make_tensor(
-        outputs.o_partial, cute.make_layout((slots * ROWS, k), stride=(k, 1))
+        outputs.o_partial,
+        cute.make_layout((slots * slot_rows(outputs.o_partial), k), stride=(k, 1)),
     )
     unit = (rank << (CONSUMER_WARP_BITS - team_bits)) + (warp >> team_bits)
     for _ in cutlass.range(turns, unroll=1):
@@ -490,6 +492,11 @@ def merge_units(
             at = shared.records[first, Record.FIRST_ROW] + row
             store_merged(outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype)
         unit += per_turn
+
+
+def slot_rows(o_partial: cute.Pointer) -> int:
+    """Rows of partials between the first ones of neighbouring slots, which have room for float32."""
+    return ROWS * Float32.width // o_partial.dtype.width
 
 
 @cute.jit
@@ -553,7 +560,7 @@ def add_partials(
     top = -Float32.inf
     weight = Float32(0.0)
     for base in cutlass.range(rank, count, team * batch, unroll=1):
-        loaded = cute.make_rmem_tensor((4, chunks, batch), Float32)
+        loaded = cute.make_rmem_tensor((4, chunks, batch), partials.element_type)
         own = cute.make_rmem_tensor(batch, Float32)
         own.fill(-Float32.inf)
         loaded.fill(0.0)
@@ -566,7 +573,8 @@ def add_partials(
                 own[j] = lse_partial[slot * ROWS + row]
                 for c in cutlass.range_constexpr(chunks):
                     column = (chunk * chunks + c) * 32 + lane
-                    source = cute.local_tile(partials[slot * ROWS + row, None], (4,), (column,))
+                    place = slot * slot_rows(partials.iterator) + row
+                    source = cute.local_tile(partials[place, None], (4,), (column,))
                     cute.autovec_copy(source, loaded[None, c, j])
         new = top
         for j in cutlass.range_constexpr(batch):
@@ -578,7 +586,7 @@ def add_partials(
         for j in cutlass.range_constexpr(batch):
             own_weight = cute.math.exp2(own[j] - level, fastmath=True)
             weight += own_weight
-            acc.store(acc.load() + loaded[None, None, j].load() * own_weight)
+            acc.store(acc.load() + loaded[None, None, j].load().to(Float32) * own_weight)
         top = new
     return top, weight
 

@@ -18,6 +18,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     row_sum,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.merge import slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
@@ -34,20 +35,6 @@ nothing uses at the end of a tile. Other numbers were not measured."""
 THREAD_STEP = CONSUMERS * 16
 """Bytes between neighbouring groups of four flushed numbers of a thread."""
 FOUR = "{ {$r1}, {$r2}, {$r3}, {$r4} }"
-
-
-@cute.jit
-def own_place(
-    outputs: cutlass.Constexpr,
-    slot: Int32,
-    row: Int32,
-    t: Int32,
-    group: Int32,
-    m: cutlass.Constexpr,
-) -> cute.Tensor:
-    """Where this thread's two neighbouring columns of M tile m and of a row are in a partial."""
-    start = (Int64(slot) * ROWS + row) * LATENT + own_column(t, group, m)
-    return cute.make_tensor((outputs.o_partial + start).align(8), 2)
 
 
 def own_column(t: Any, group: Any, m: int) -> Any:
@@ -78,29 +65,14 @@ def own_words(
     those of another, so they lie in the order in which warps write them, `THREAD_STEP` apart.
     """
     start = Int64(partial_slot(tile, scheduler)) * (ROWS * LATENT)
-    return (outputs.o_partial + start + (group * WARPGROUP + t) * 4).toint()
+    words = cute.recast_ptr(outputs.o_partial, dtype=Float32)
+    return (words + start + (group * WARPGROUP + t) * 4).toint()
 
 
 def four_of(j: int, e: int, half: int) -> tuple[int, list[tuple[Any, Any]]]:
     """Offset in bytes of four numbers of an own row, and where they are in the output."""
     offset = ((j * 2 + e) * 2 + half) * THREAD_STEP
     return offset, [((e, j), (r, 2 * half + m)) for m in range(2) for r in range(2)]
-
-
-@cute.jit
-def flushed_scale(
-    exchange: cutlass.Constexpr, row: Int32, group: Int32, flushed: Int32
-) -> tuple[Boolean, Float32]:
-    """Whether a row's output replaces what is in memory, and otherwise its factor.
-
-    The factor makes it relative to the maximum of what is there.
-    """
-    rise = exchange.tops[row, group] - exchange.carried[row, group]
-    replaces = flushed == 0 or rise > MOST_RISE
-    scale = Float32(1.0)
-    if not replaces:
-        scale = cute.math.exp2(rise, fastmath=True)
-    return replaces, scale
 
 
 @cute.jit
@@ -127,29 +99,34 @@ def flush(
     address = own_words(outputs, tile, t, group, scheduler)
     publish_tops(state, exchange, t, group)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    if t < ROWS:
+        # A factor that makes the row relative to what is there; negative for a row that replaces it.
+        top = exchange.tops[t, group]
+        rise = top - exchange.carried[t, group]
+        factor = Float32(-1.0)
+        if flushed == 0 or rise > MOST_RISE:
+            exchange.carried[t, group] = top
+        else:
+            factor = cute.math.exp2(rise, fastmath=True)
+        exchange.tops[t, group] = factor
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, t % 32)
-            replaces, scale = flushed_scale(exchange, row, group, flushed)
-            move(o, address, j, e, scale, replaces)
+            move(o, address, j, e, exchange.tops[own_row(j, e, t % 32), group])
+    # The next maxima are written where these factors are read.
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    row0 = (t // 32) * 16 + t % 32 // 4
-    if t % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            replaces, _ = flushed_scale(exchange, row0 + 8 * r, group, flushed)
-            if replaces:
-                exchange.carried[row0 + 8 * r, group] = state.top[r]
 
 
-def move(o: cute.Tensor, address: Int64, j: int, e: int, scale: Float32, replaces: Boolean) -> None:
-    """Write an own row of the output times `scale`, or add it to what is there, and clear it."""
+def move(o: cute.Tensor, address: Int64, j: int, e: int, factor: Float32) -> None:
+    """Write an own row of the output, or add it to what is there, times a factor, and clear it."""
     for half in range(2):
         offset, places = four_of(j, e, half)
+        scaled = (o[place] * cute.math.absf(factor) for place in places)
         cute.arch.inline_ptx(
-            "{ .reg .pred p; setp.ne.s32 p, {$r5}, 0;"
+            "{ .reg .pred p; setp.lt.f32 p, {$r5}, 0f00000000;"
             f" @p st.relaxed.gpu.global.v4.f32 [{{$r0}} + {offset}], {FOUR};"
             f" @!p red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {offset}], {FOUR}; }}",
-            read_only_args=[address, *(o[place] * scale for place in places), Int32(replaces)],
+            read_only_args=[address, *scaled, factor],
         )
         for place in places:
             o[place] = Float32(0.0)
@@ -158,7 +135,7 @@ def move(o: cute.Tensor, address: Int64, j: int, e: int, scale: Float32, replace
 def read_back(
     o: cute.Tensor, exchange: Exchange, address: Int64, t: Int32, group: Int32, columns: int
 ) -> None:
-    """Add what was flushed to the output; `tops` holds its maxima.
+    """Add what was flushed to the output; `carried` holds its factors.
 
     The reads of `READ_ROWS` rows are started before the first is used.
     """
@@ -167,9 +144,7 @@ def read_back(
         rows = own_rows[first : first + READ_ROWS]
         found = [[read(address, four_of(*own, half)[0]) for half in range(2)] for own in rows]
         for (j, e), halves in zip(rows, found, strict=True):
-            row = own_row(j, e, t % 32)
-            fall = exchange.carried[row, group] - exchange.tops[row, group]
-            scale = cute.math.exp2(fall, fastmath=True)
+            scale = exchange.carried[own_row(j, e, t % 32), group]
             for half in range(2):
                 for place, value in zip(four_of(j, e, half)[1], halves[half], strict=True):
                     o[place] = o[place] + value * scale
@@ -200,7 +175,11 @@ def finish(
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Normalise by the row sums of both warpgroups, and write the tile's result or partial."""
+    """Normalise by the row sums of both warpgroups, and write the tile's result or partial.
+
+    What a row needs is computed by one thread of each warpgroup. The code of the others is short:
+    it runs once per tile and is not in the instruction cache then.
+    """
     row0 = (t // 32) * 16 + t % 32 // 4
     publish_tops(state, exchange, t, group)
     for r in cutlass.range_constexpr(2):
@@ -209,35 +188,60 @@ def finish(
             exchange.row_sum[row0 + 8 * r, group] = total
     if flushed != 0:
         sync_warpgroup(Barrier.WARPGROUP_0 + group)
+        if t < ROWS:
+            fall = exchange.carried[t, group] - exchange.tops[t, group]
+            exchange.carried[t, group] = cute.math.exp2(fall, fastmath=True)
+        sync_warpgroup(Barrier.WARPGROUP_0 + group)
         read_back(o, exchange, own_words(outputs, tile, t, group, scheduler), t, group, columns)
     # Partials are written where other threads had their flushed output: not before all have it.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     slot = partial_slot(tile, scheduler)
+    rows = tile.rows - tile.row
     lse, lse_partial = outputs.lse, outputs.lse_partial
+    if t < ROWS:
+        total = exchange.row_sum[t, 0] + exchange.row_sum[t, 1]
+        inverse, lse_log2 = normaliser(total, exchange.tops[t, group] - WEIGHT_BITS)
+        exchange.tops[t, group] = inverse * cache_scale
+        if group == 0 and t < rows:
+            if tile.split != 0:
+                lse_partial[slot * ROWS + t] = lse_log2
+            else:
+                at = tile.base + tile.row + t
+                lse[at] = final_lse(lse_log2, outputs.empty_positive)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    column = own_column(t, group, 0)
+    if tile.split != 0:
+        start = Int64(slot) * (slot_rows(outputs.o_partial) * LATENT)
+        first = outputs.o_partial + (start + column)
+        store_rows(o, exchange, first, rows, t, group, columns, outputs.o_partial.dtype)
+    else:
+        first = outputs.o_latent + (Int64(tile.base + tile.row) * LATENT + column)
+        store_rows(o, exchange, first, rows, t, group, columns, dtype)
+
+
+@cute.jit
+def store_rows(
+    o: cute.Tensor,
+    exchange: cutlass.Constexpr,
+    first: cute.Pointer,
+    rows: Int32,
+    t: Int32,
+    group: Int32,
+    columns: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+):
+    """Write this thread's output times the factors in `tops`; `first` is its column of row 0."""
+    lane = t % 32
+    # Aligned once: all that is added below is a constant.
+    first = (first + own_row(0, 0, lane) * LATENT).align(2 * dtype.width // 8)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, t % 32)
-            top = exchange.tops[row, group]
-            total = exchange.row_sum[row, 0] + exchange.row_sum[row, 1]
-            inverse, lse_log2 = normaliser(total, top - WEIGHT_BITS)
-            inverse = inverse * cache_scale
-            writes_lse = group == 0 and t // 4 == 0
-            exists = tile.row + row < tile.rows
-            if exists and tile.split != 0:
-                if writes_lse:
-                    lse_partial[slot * ROWS + row] = lse_log2
+            row = own_row(j, e, lane)
+            factor = exchange.tops[row, group]
+            if row < rows:
                 for m in cutlass.range_constexpr(HALF // 64):
-                    pair = cute.make_rmem_tensor(2, Float32)
+                    pair = cute.make_rmem_tensor(2, dtype)
                     for r in cutlass.range_constexpr(2):
-                        pair[r] = o[(e, j), (r, m)] * inverse
-                    cute.autovec_copy(pair, own_place(outputs, slot, row, t, group, m))
-            elif exists:
-                at = Int64(tile.base + tile.row + row)
-                if writes_lse:
-                    lse[at] = final_lse(lse_log2, outputs.empty_positive)
-                for m in cutlass.range_constexpr(HALF // 64):
-                    narrow = cute.make_rmem_tensor(2, dtype)
-                    for r in cutlass.range_constexpr(2):
-                        narrow[r] = (o[(e, j), (r, m)] * inverse).to(dtype)
-                    place = (outputs.o_latent + (at * LATENT + own_column(t, group, m))).align(4)
-                    cute.autovec_copy(narrow, cute.make_tensor(place, 2))
+                        pair[r] = (o[(e, j), (r, m)] * factor).to(dtype)
+                    place = first + ((j * 8 + e) * LATENT + m * 64)
+                    cute.autovec_copy(pair, cute.make_tensor(place, 2))
