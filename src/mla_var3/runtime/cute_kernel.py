@@ -14,6 +14,7 @@ import ctypes
 import functools
 import importlib.metadata
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -45,6 +46,7 @@ from mla_var3.runtime.cute.launch import (
     require_arch,
     short_entry,
 )
+from mla_var3.runtime.environment import SOURCE_LINES
 from mla_var3.runtime.paths import LANGUAGE_DISTRIBUTIONS, traced_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
@@ -249,7 +251,13 @@ def _key(
 
 def _toolchain() -> str:
     cuda = f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"
-    return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)} for CUDA {cuda}"
+    lines = " with source lines" if source_lines_wanted() else ""
+    return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)} for CUDA {cuda}{lines}"
+
+
+def source_lines_wanted() -> bool:
+    """Whether programs carry source lines."""
+    return os.environ.get(SOURCE_LINES, "").lower() in ("1", "true", "on", "yes")
 
 
 def _compile(
@@ -270,9 +278,9 @@ def _trace_and_compile(
     start = time.perf_counter()
     try:
         with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
-            # Line information costs nothing at run time, and the profiler shows sources by it.
-            options = f"--gpu-arch {arch} --generate-line-info --keep-ptx --keep-cubin"
-            options += f" --dump-dir {folder}"
+            options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {folder}"
+            if source_lines_wanted():
+                options += " --generate-line-info"
             if (level := key.fields["opt_level"]) is not None:
                 options += f" --opt-level {level}"
             arguments = [_placeholder(kind) for kind in kinds]

@@ -52,6 +52,15 @@ def test_a_kernel_compiles_for_its_architecture_without_a_gpu(compilations, capf
     assert compiled.seconds > 0 and len(compilations) == 1
 
 
+def test_source_lines_are_there_for_profilers_only(compilations, monkeypatch):
+    """A program with lines is another entry of the cache."""
+    plain, *_ = (empty().compile("sm_90") for _ in range(2))
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    with_lines = empty().compile("sm_90")
+    assert len(compilations) == 2
+    assert b".debug_line" in with_lines.cubin and b".debug_line" not in plain.cubin
+
+
 def test_shared_memory_that_the_launch_asks_for_is_known():
     assert empty().compile("sm_90").dynamic_shared_bytes == 0
     kernel = dataclasses.replace(empty(), host_fn=lambda tiling: ScaleAdd(128, shared=4096))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
-from mla_var3.runtime.environment import find_tool, run_tool, version_numbers
+from mla_var3.runtime.environment import SOURCE_LINES, find_tool, run_tool, version_numbers
 from mla_var3.runtime.profiling import target
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ MINIMUM_READER = (2026, 2)
 """The oldest ncu-report that may be loaded beside torch: 2025.3.1 crashes the process when a unit
 is read, 2026.2.0 and newer do not (torch 2.11 and 2.13). Newer ones read older reports."""
 DRIVER_SETTINGS = Path("/proc/driver/nvidia/params")
+_WITH_SOURCES = "--import-source"
 RANGE_FILTER = r"regex:hyper_mla\..*/"
 """Push/pop ranges of the default domain; the slash says that a range opens here."""
 CLOCK_CONTROL = "none"
@@ -218,7 +219,7 @@ def ncu_command(
     tool: NcuTool, output: Path, spec: Path, metrics: Sequence[str] | None
 ) -> list[str]:
     """The command that profiles a target program."""
-    what = ["--set", "full", "--import-source", "yes"]
+    what = ["--set", "full", _WITH_SOURCES, "yes"]
     if metrics is not None:
         what = ["--metrics", ",".join(metrics)]
     return [
@@ -246,10 +247,11 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
         stale.unlink(missing_ok=True)
     # The profiled program imports this package and finds this profiler.
     path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
+    environment = {**target.package_environment(), "PATH": path}
+    if _WITH_SOURCES in command:
+        environment[SOURCE_LINES] = "1"
     try:
-        done = target.run_profiler(
-            command, {**target.package_environment(), "PATH": path}, _TIMEOUT_S
-        )
+        done = target.run_profiler(command, environment, _TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise UnsupportedError(
             f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"

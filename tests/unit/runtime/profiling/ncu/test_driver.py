@@ -54,10 +54,10 @@ def test_command_of_the_hand_picked_metrics():
     ]
 
 
-def run_stand_in(folder: Path, body: str) -> Path:
+def run_stand_in(folder: Path, body: str, *options: str) -> Path:
     path = stand_in(folder / "ncu", body)
     report = folder / "report.ncu-rep"
-    command = [str(path), "-o", str(folder / "report")]
+    command = [str(path), *options, "-o", str(folder / "report")]
     run_ncu(command, NcuTool(path, "2025.3.1"), report)
     return report
 
@@ -87,6 +87,14 @@ def test_failures_are_explained_in_one_line(tmp_path, body, expected):
     with pytest.raises(UnsupportedError, match=expected) as raised:
         run_stand_in(tmp_path, body)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("metrics", "lines"), [(None, "1"), (["a.sum"], None)])
+def test_the_full_set_compiles_kernels_with_source_lines(metrics, lines, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUTE_DSL_LINEINFO", raising=False)
+    _, *options = ncu_command(TOOL, tmp_path / "report", tmp_path / "target.json", metrics)
+    with pytest.raises(UnsupportedError, match=f"got none: {lines}"):
+        run_stand_in(tmp_path, "import os; print(os.environ.get('CUTE_DSL_LINEINFO'))", *options)
 
 
 def test_the_log_keeps_what_was_tried_before(tmp_path):
