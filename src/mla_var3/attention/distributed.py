@@ -169,10 +169,12 @@ def merge_over_ranks(
         Output in the dtype of `o` and LSE over the tokens of all ranks.
     """
     _, world = _place(group)
+    lse = lse.contiguous()
     lses = [torch.empty_like(lse) for _ in range(world)]
-    dist.all_gather(lses, lse.contiguous(), group=group)
+    dist.all_gather(lses, lse, group=group)
     joint = joint_lse(torch.stack(lses))
-    weighted = o.float() * weight_of(lse, joint)[..., None]
+    # Ranks add memory, not elements: it has to be laid out alike.
+    weighted = (o.float() * weight_of(lse, joint)[..., None]).contiguous()
     dist.all_reduce(weighted, group=group)
     return weighted.to(o.dtype), joint
 

@@ -14,7 +14,7 @@ from mla_var3.attention.backends.latent import Attended, LatentBackend
 from mla_var3.attention.backends.registry import AUTO, Backend, require_kernel_name
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
-from mla_var3.attention.request.checks import debug_on
+from mla_var3.attention.request.checks import debug_on, inference
 from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -27,7 +27,7 @@ from mla_var3.runtime.workflow import current_device_spec, planning_device
 log = logging.getLogger(__name__)
 
 
-@torch.no_grad()
+@inference
 def execute(task: AttentionTask, kernel: str) -> Attended:
     """Output, LSE and, where the kernel has one, the launch that repeats the call.
 

@@ -58,7 +58,7 @@ PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
 FP8_ERROR_LIMIT = 0.04
 """The same for 8-bit products (CuTe DSL), against float64 on what the cache is worth."""
-FP8_KERNEL = "flash_mla"
+LATENT_KERNEL = "flash_mla"
 SEED = 1
 PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
@@ -224,7 +224,7 @@ def peer_contender(
 
 def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "cuda") -> Contender:
     """Our latent kernel on an 8-bit cache in pages, as the call of an engine runs it."""
-    kernel = f"{FP8_KERNEL}:{language}"
+    kernel = f"{LATENT_KERNEL}:{language}"
 
     def build() -> Ready:
         from mla_var3.attention.cache.view import paged_view
@@ -251,7 +251,7 @@ def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "c
         token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
         return Ready(run, check, flash_mla_cost(problem, token_bytes), LATENT)
 
-    return Contender(FP8_KERNEL, OURS, build, language, cache_dtype=fmt)
+    return Contender(LATENT_KERNEL, OURS, build, language, cache_dtype=fmt)
 
 
 def checked_error(
@@ -302,8 +302,9 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
     """Latent attention that reads shared first tokens once, on pages that the requests share.
 
     The layout of the groups is made before: a model makes it once per step for all its layers.
+    Where nothing is shared it is the latent kernel itself.
     """
-    asked = {"prefix": shared.mean}
+    asked, kernel = {"prefix": shared.mean}, prefix_kernel(shared)
 
     def build() -> Ready:
         from mla_var3.attention.cache.view import CacheView
@@ -327,20 +328,27 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
         )
         q, q_rope = inputs.separate_queries()
         options: dict[str, Any] = {"causal": problem.causal, "d": problem.d}
-        if groups.levels:
-            layout = prefix_layout(groups, q, view, causal=problem.causal)
-            options |= {"prefix": layout, "kernel": PREFIX_KERNEL}
+        options["kernel"] = f"{kernel}:cute-dsl"
+        if kernel == PREFIX_KERNEL:
+            if not groups.levels:
+                raise UnsupportedError(f"{kernel}: expected whole pages that are shared, got none")
+            options["prefix"] = prefix_layout(groups, q, view, causal=problem.causal)
 
         def run() -> Tensor:
             return mla_latent_attention(q, q_rope, view, **options)[0]
 
         def check() -> float:
-            return checked_error(PREFIX_KERNEL, run(), reference(LATENT, inputs))
+            return checked_error(kernel, run(), reference(LATENT, inputs))
 
         cost = latent_shared_cost(shared_problem(problem, shared))
         return Ready(run, check, cost, LATENT, asked)
 
-    return Contender(PREFIX_KERNEL, OURS, build, language="cute-dsl", asked=asked)
+    return Contender(kernel, OURS, build, language="cute-dsl", asked=asked)
+
+
+def prefix_kernel(shared: SharedTokens) -> str:
+    """The kernel that runs: without shared tokens it is the latent one."""
+    return PREFIX_KERNEL if any(shared.tokens) else LATENT_KERNEL
 
 
 def shared_problem(problem: MlaProblem, shared: SharedTokens) -> SharedPrefixProblem:

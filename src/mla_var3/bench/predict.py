@@ -102,15 +102,15 @@ def _kernel_row(blank: BenchRow, choice: KernelChoice, spec: DeviceSpec) -> Benc
 
 def _fp8_row(blank: BenchRow, fmt: str, language: str, spec: DeviceSpec) -> BenchRow:
     """The latent kernel on an 8-bit cache."""
-    row = replace(blank, kernel=contenders.FP8_KERNEL, language=language, cache_dtype=fmt)
+    row = replace(blank, kernel=contenders.LATENT_KERNEL, language=language, cache_dtype=fmt)
     token_bytes = cache_format(fmt).row_bytes(row.problem.k, row.problem.p)
     return _latent_row(row, Workload(row.problem, cache_dtype=fmt, token_bytes=token_bytes), spec)
 
 
 def _prefix_row(blank: BenchRow, shared: SharedTokens, spec: DeviceSpec) -> BenchRow:
-    """Latent attention that reads shared first tokens once."""
-    choices = {"prefix": shared.mean}
-    row = replace(blank, kernel=contenders.PREFIX_KERNEL, language="cute-dsl", choices=choices)
+    """Latent attention that reads shared first tokens once, if there are any."""
+    kernel, choices = contenders.prefix_kernel(shared), {"prefix": shared.mean}
+    row = replace(blank, kernel=kernel, language="cute-dsl", choices=choices)
     work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
     cost = latent_shared_cost(contenders.shared_problem(row.problem, shared))
     return _latent_row(row, work, spec, cost)
@@ -120,7 +120,7 @@ def _latent_row(
     row: BenchRow, work: Workload, spec: DeviceSpec, cost: Cost | None = None
 ) -> BenchRow:
     """A row that the latent kernel serves without a plan; absent on GPUs it is not written for."""
-    targets = declared_targets(find_kernel(contenders.FP8_KERNEL, language=row.language))
+    targets = declared_targets(find_kernel(contenders.LATENT_KERNEL, language=row.language))
     if not set(targets) & set(spec.targets):
         reason = f"{row.kernel} ({row.language}) is written for {', '.join(targets)}"
         return replace(row, path=LATENT, status=ABSENT, reason=reason)

@@ -7,13 +7,14 @@ self-contained HTML page.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mla_var3.bench import suites
 from mla_var3.bench.analysis import row_speedups
 from mla_var3.bench.contribute import FILE_NAME, contribution
+from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE, predict_case
@@ -41,6 +42,15 @@ MEASURE, PREDICT, AUTO = "measure", "predict", "auto"
 _ONE_VALUE = {"all": ("b", "s", "t", "h"), "var6_plus": ("b", "t", "h")}
 _ONLY_IN = {"n": ("var6_plus",), "version": ("var6_plus",), "kernels": ("all", "sweep")}
 """Option -> the suites that have it."""
+_OPTION_NAMES = {"n_values": "n", "predict_for": "for_device"}
+"""Field -> option of the command line, where the names differ."""
+_OF_REPORTS = (
+    "records", "against", "across_versions", "out_dir", "contribute", "progress", "on_rows",
+    "on_lost",
+)  # fmt: skip
+"""Fields that matter to a report from records; the others say what to run, and how."""
+_OF_TIMING = ("rounds", "max_seconds", "patience", "tune", "tune_seconds", "peer_libs")
+"""Fields that matter to measurements only."""
 
 
 @dataclass
@@ -101,11 +111,8 @@ class BenchOptions(SessionOptions):
         if self.resume and (self.records or self.predict_for or self.mode == PREDICT):
             other = "records" if self.records else "predictions"
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
+        self._refuse_ignored()
         asked: dict[str, object] = {"model": self.widths, **self.sizes, "kernels": self.kernels}
-        if self.records:
-            for name, given in asked.items():
-                if given:
-                    raise InvalidArgumentError(name, "none with --records", "one")
         if self.suite in suites.FIXED_SUITES:
             changes = {
                 **asked, "causal": not self.causal, "dtype": self.dtype != suites.COMMON.dtype,
@@ -130,6 +137,35 @@ class BenchOptions(SessionOptions):
             if value is not None and self.suite not in _ONLY_IN[name]:
                 expected = f"none: only the suite {' or '.join(_ONLY_IN[name])} has it"
                 raise InvalidArgumentError(name, expected, value)
+
+    def _refuse_ignored(self) -> None:
+        """Refuse what would have no effect beside --records, for predictions or by itself."""
+        other, useless = "", dict[str, object]()
+        if self.records:
+            other, useless = "--records", self._given()
+        elif self.predict_for or self.mode == PREDICT:
+            other = "--for_device" if self.predict_for else f"--mode={PREDICT}"
+            useless = {name: v for name, v in self._given().items() if name in _OF_TIMING}
+        for name, value in useless.items():
+            raise InvalidArgumentError(name, f"none with {other}", value)
+        if self.across_versions and self.against is None:
+            raise InvalidArgumentError("across_versions", "--against beside it", "none")
+
+    def _given(self) -> dict[str, object]:
+        """The options of a run that differ from their defaults, by their names; sizes one by one.
+
+        What `quick` sets by itself is not among them.
+        """
+        given: dict[str, object] = {"model": self.widths} if self.widths else {}
+        given |= self.sizes
+        implied = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS} if self.quick else {}
+        for part in fields(self):
+            value, default = getattr(self, part.name), part.default
+            if part.name in _OF_REPORTS or default is MISSING or value == default:
+                continue
+            if implied.get(part.name) != value:
+                given[_OPTION_NAMES.get(part.name, part.name)] = value
+        return given
 
     @property
     def measures(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,15 +85,12 @@ def measure(
     """Measure all cases into a record, which is written to `save` as it grows.
 
     Raises:
-        InvalidArgumentError: `options.resume` is not a record of this suite and device.
+        InvalidArgumentError: `options.resume` is not a record of this suite, device and settings.
         UnknownNameError: the GPU is not in the device table.
     """
     from mla_var3.bench.peers import PeerLibraries, peer_kernel
 
     spec = current_device_spec()
-    earlier = resumable_rows(options.resume, record.suite, spec.name) if options.resume else []
-    wanted = {peer_kernel(name).library for case in cases for name in case.peers}
-    libraries = PeerLibraries(options.peer_libs, wanted) if wanted else None
     record.settings |= {
         "rounds": options.rounds,
         "seconds per timing": options.max_seconds,
@@ -104,6 +101,11 @@ def measure(
         budget = TuneBudget(sum(len(case.kernels) for case in cases), options.tune_seconds)
         if options.tune_seconds is not None:
             record.settings["seconds of tuning"] = options.tune_seconds
+    earlier = []
+    if options.resume:
+        earlier = resumable_rows(options.resume, record.suite, spec.name, record.settings)
+    wanted = {peer_kernel(name).library for case in cases for name in case.peers}
+    libraries = PeerLibraries(options.peer_libs, wanted) if wanted else None
     around = circumstances(record.environment, spec.name)
     timer = bench_measure.gpu_timer(options.max_seconds)
     bench_measure.warm_up()
@@ -184,11 +186,16 @@ def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
     return list({row_key(row): row for row in rows}.values())
 
 
-def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:
+def resumable_rows(
+    path: Path, suite: str, device: str, settings: Mapping[str, Any]
+) -> list[BenchRow]:
     """The rows of an interrupted run.
 
+    A record has its settings once for all rows, so they have to be the same when it goes on.
+
     Raises:
-        InvalidArgumentError: the file is no record, or one of predictions, another suite or device.
+        InvalidArgumentError: the file is no record, or one of predictions, another suite, device or
+            settings.
     """
     record = load_record(path)
     if record.predicted:
@@ -198,6 +205,17 @@ def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:
     others = [name for name in record.devices if name != device]
     if others:
         raise InvalidArgumentError("resume", f"a record of {device}", ", ".join(others))
+    differ = [
+        name
+        for name in {**record.settings, **settings}
+        if record.settings.get(name) != settings.get(name)
+    ]
+    if differ:
+        now, before = (
+            ", ".join(f"{name} {each.get(name, 'not given')}" for name in differ)
+            for each in (settings, record.settings)
+        )
+        raise InvalidArgumentError("resume", f"a record with {now}", before)
     return record.rows
 
 

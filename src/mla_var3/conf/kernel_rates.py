@@ -16,6 +16,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from mla_var3.errors import UnknownNameError
+
 OWN_PROJECTION_QUERIES = 256
 """Queries of all requests up to which a kernel that can do so launches the projections itself. On
 an H200 a call takes the GPU no longer with them, up to this number; at 1024 queries and 128 heads
@@ -99,10 +101,18 @@ class EnergyRates:
             heads_flops: Of decompressed attention.
             moved_bytes: From and to device memory.
             cache_dtype: Format of an 8-bit latent cache that is multiplied in 8 bits.
+
+        Raises:
+            UnknownNameError: The energy of that format was not measured; `fp8_joules_per_tflop` has
+                those that were.
         """
         latent = self.latent_joules_per_tflop
         if cache_dtype is not None:
-            latent = self.fp8_joules_per_tflop[cache_dtype]
+            known = self.fp8_joules_per_tflop
+            if cache_dtype not in known:
+                hint = f"Energies were measured in {self.source}"
+                raise UnknownNameError("cache format with an energy", cache_dtype, known, hint)
+            latent = known[cache_dtype]
         operations = latent * latent_flops
         operations += self.heads_joules_per_tflop * heads_flops
         return operations / 1e12 + self.joules_per_gb * moved_bytes / 1e9

@@ -70,9 +70,9 @@ class FlashMLASchedMeta:
     config: dict[str, object] | None = None
 
     def require(self, config: dict[str, object]) -> None:
-        """Keep the sizes of the first call, and require them of the later ones."""
+        """Require the sizes of the first call, if there was one."""
         if self.config is None:
-            self.config = config
+            return
         for name, value in config.items():
             if self.config[name] != value:
                 raise InvalidArgumentError(
@@ -125,7 +125,7 @@ def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) ->
     """What reads the pointers of `_FP8_POINTERS` from the tensors of a call on an fp8 cache.
 
     The scales are in the pages, or a fifth tensor, or those of the first call where the cache has
-    none.
+    none. Nothing of the first call's cache is kept alive.
 
     Args:
         view: The cache of the first call.
@@ -134,16 +134,17 @@ def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) ->
     """
     assert view.scales is not None
     rope_at = view.rope.data_ptr() - pages.data_ptr()
-    kept = view.scales
-    scales_at = kept.data_ptr() - pages.data_ptr() if kept.dim() > 1 else None
+    in_pages = view.scales.dim() > 1
+    scales_at = view.scales.data_ptr() - pages.data_ptr() if in_pages else 0
+    kept = None if in_pages else view.scales
 
     def read(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
         q, pages, block_table, lengths, *scale = tensors
         row, page = q.data_ptr(), pages.data_ptr()
-        scales = (scale[0] if scale else kept).data_ptr()
+        scales = scale[0] if scale else kept
         return (
             row, row + q_rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr(),
-            scales if scales_at is None else page + scales_at, out, lse,
+            page + scales_at if scales is None else scales.data_ptr(), out, lse,
         )  # fmt: skip
 
     return read
@@ -317,6 +318,7 @@ def flash_mla_with_kvcache(
         output, lse, launch = execute(task, AUTO)
         outputs.append(output)
         lses.append(lse)
+    tile_scheduler_metadata.config = config  # not that of a call that was refused
     if kv_heads > 1:
         return torch.cat(outputs, dim=2), torch.cat(lses, dim=2).mT
     result = outputs[0], lses[0].mT

@@ -137,7 +137,7 @@ class CtKernel(KernelStage):
 def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
     try:
         ct.launch(torch.cuda.current_stream(), grid, kernel, tuple(args))
-    except ct.TileError as error:  # compiled at the first launch
+    except (ct.TileError, OSError) as error:  # compiled at the first launch, in temporary files
         name = kernel._pyfunc.__name__
         raise KernelCompileError(f"{name}: {first_lines(error)}") from error
 

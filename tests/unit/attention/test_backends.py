@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention.backends import registry
+from mla_var3.attention.backends import latent, registry
+from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.backends.plan_operands import CUTILE_SERVICES
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.call import mla_latent_attention
@@ -18,6 +19,7 @@ from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.select.choice import choose
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError
+from mla_var3.runtime.paths import KernelId
 
 
 class Counted(TorchTiled):
@@ -88,3 +90,18 @@ def test_what_is_chosen_serves_the_device(name):
             portable = ("flash_mla", "flash_mla_split_kv") if page else tuple(CUTILE_SERVICES)
             assert spec.target == "sm_90" or backend.language == "cutile-dsl", (label, dtype, page)
             assert spec.target == "sm_90" or backend.kernel.startswith(portable)
+
+
+def test_two_threads_find_a_kernel_with_its_projections(monkeypatch):
+    """One that comes while the other looks for it has both functions or looks itself."""
+    seen = []
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            seen.append((name, backend._attend_fn is None))
+            return name
+
+    backend = LatentBackend.of_package(KernelId("flash_mla", 0, "cute-dsl", "mla"))
+    monkeypatch.setattr(latent, "import_kernel_module", lambda kernel: Module())
+    assert backend._resolve() == "attend" and backend._whole == "whole"
+    assert ("whole", True) in seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,37 @@ def test_a_prefix_is_shared_in_the_way_that_fits_its_queries():
     assert mla_var3.explain(**many, device_name=H200).kernel == "mla_var6_plus_v6"
     short = {"b": 64, "s": 4, "t": 4096, "h": 128, "shared": 64}
     assert mla_var3.explain(**short, device_name=H200).kernel == "flash_mla"
+
+
+def test_a_foreign_ring_of_all_tokens_is_a_copy_only_if_known_to_be_whole(generator):
+    """Which tokens it lacks only the device knows, so a call decompresses all of them."""
+    model = make_model(generator, h=2, d=128, k=512, dtype=torch.bfloat16)
+    options = {"p": 64, "t": 128, "dtype": torch.bfloat16}
+    cache, _ = filled_cache(generator, [100, 21], model, window=128, **options)
+    q = [normal(generator, 2, 2, 2, w, dtype=torch.bfloat16) for w in (128, 64)]
+
+    def around(view: Any, **more: Any) -> dict[str, dict[str, float]]:
+        found = mla_var3.explain(*q, view, model.w_uk, model.w_uv, device_name=H200, **more)
+        return {
+            f"{each.kernel}:{each.language}": each.estimate.around
+            for each in found.candidates
+            if each.estimate is not None
+        }
+
+    foreign, full = replace(cache.view()), replace(cache.view(), window_start=None)
+    for kernel in ("flash_attention:cute-dsl", "mla_var6_plus:cute-dsl"):
+        assert around(cache)[kernel] == around(full)[kernel] == {}
+        for more in ({}, {"max_kv": 100}, {"lengths": [60, 5]}):
+            assert list(around(foreign, **more)[kernel]) == ["decompression"]
+    short = filled_cache(generator, [100, 21], model, window=64, **options)[0]
+    mix = around(replace(short.view()))["mla_var6_plus:cute-dsl"]
+    assert list(mix) == ["query projection"]  # the others are latent
+
+
+def test_a_ring_that_may_lack_tokens_changes_the_choice():
+    sizes = {**SIZES, "window": 4096, "s": 64}
+    assert mla_var3.explain(**sizes, device_name=H200).kernel == "flash_attention"
+    assert mla_var3.explain(**sizes, whole_copy=False, device_name=H200).kernel == "flash_mla"
 
 
 @pytest.mark.parametrize("window", [0, 2048])

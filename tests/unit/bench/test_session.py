@@ -138,6 +138,26 @@ def test_resuming_measures_only_what_is_missing(gpu, tmp_path):
     assert {row.problem.s for row in other.record.rows} == {1, 2, 4}  # nothing of the file is lost
 
 
+def test_a_record_goes_on_with_its_own_settings_only(gpu, tmp_path):
+    """A record names its settings once: rows measured with others once went by them."""
+    small: dict[str, Any] = {"suite": "all", "backends": ("cutile-dsl",)}
+    gpu.deadly = {"flash_attention"}
+    done = run_bench(BenchOptions(**small, rounds=2, out_dir=tmp_path)).files["json"]
+    before = done.read_text()
+    gpu.dead, gpu.deadly = False, set()
+    for changes, message in (
+        ({"rounds": 3}, "resume: expected a record with rounds 3, got rounds 2"),
+        ({"rounds": 2, "max_seconds": 0.1}, "with seconds per timing 0.1, got .* 0.4"),
+        ({"rounds": 2, "tune": True}, "with tilings tuned, got tilings default"),
+        ({"rounds": 2, "quick": True}, "with grid quick, got grid not given"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            run_bench(BenchOptions(**small, **changes, resume=done))
+    assert done.read_text() == before
+    result = run_bench(BenchOptions(**small, rounds=2, resume=done))
+    assert result.record.settings["rounds"] == 2 and not names(result.record.rows, LOST)
+
+
 def test_an_interrupted_continuation_forgets_nobody(gpu, tmp_path):
     """Contenders that were lost with the device once counted as done after a second interrupt."""
     small: dict[str, Any] = {"suite": "all", "backends": ("cutile-dsl",), "rounds": 1}
@@ -173,13 +193,13 @@ def test_a_time_limit_blames_nobody(gpu, tmp_path, monkeypatch, capsys):
 def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path):
     path = tmp_path / "figures.json"
     save_record(record(row()), path)
-    assert resumable_rows(path, "figures", "NVIDIA H200")
+    assert resumable_rows(path, "figures", "NVIDIA H200", {})
     for suite, device in (("sweep", "NVIDIA H200"), ("figures", "NVIDIA B200")):
         with pytest.raises(InvalidArgumentError, match="resume: expected a record of"):
-            resumable_rows(path, suite, device)
+            resumable_rows(path, suite, device, {})
     save_record(record(row(kind=PREDICTED)), path)  # their shapes would count as measured
     with pytest.raises(InvalidArgumentError, match="a record of measurements, got predictions"):
-        resumable_rows(path, "figures", "NVIDIA H200")
+        resumable_rows(path, "figures", "NVIDIA H200", {})
 
 
 def test_pinned_choices_tell_rows_of_one_kernel_apart():

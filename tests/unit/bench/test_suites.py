@@ -17,7 +17,7 @@ from mla_var3.bench.run import BenchOptions, build_cases, chosen_shapes
 from mla_var3.bench.suites import Case, SharedTokens
 from mla_var3.conf.devices import device_spec
 from mla_var3.conf.models import models
-from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
@@ -119,20 +119,33 @@ def test_shared_prefixes_stand_beside_copies():
     for device, status in (("H200", OK), ("B200", ABSENT)):
         rows = {row.kernel: row for row in predict_case(grouped, device_spec(device), {})}
         assert rows[PREFIX_KERNEL].status == status
+    # Where nothing is shared the latent kernel runs, on pages as well.
+    rows = {row.label: row for row in predict_case(nothing, device_spec("H200"), {})}
+    dense, paged = "flash_mla (cute-dsl)", "flash_mla (cute-dsl) prefix=0"
+    assert not any(label.startswith(PREFIX_KERNEL) for label in rows)
+    assert rows[dense].time_us == rows[paged].time_us
 
 
-@pytest.mark.parametrize("tokens", [(130, 64), (0, 0)])
-def test_the_prefix_contender_is_checked(tokens):
+@pytest.mark.parametrize(("tokens", "kernel"), [((130, 64), PREFIX_KERNEL), ((0, 0), "flash_mla")])
+def test_the_prefix_contender_is_named_for_what_runs_and_checked(tokens, kernel):
     """Its passes in PyTorch, on the CPU."""
-    backend = PrefixBackend(TorchTiled())
-    backend.kernel, backend.language = PREFIX_KERNEL, "cute-dsl"
+    backend: Any = PrefixBackend(TorchTiled()) if any(tokens) else TorchTiled()
+    backend.kernel, backend.language = kernel, "cute-dsl"
     problem = MlaProblem(b=4, s=2, t=200, h=2, lengths=(200, 150, 160, 70))
     with registered(backend):
-        ready = prefix_contender(problem, SharedTokens(2, tokens), "cpu").build()
+        contender = prefix_contender(problem, SharedTokens(2, tokens), "cpu")
+        assert (contender.kernel, contender.language) == (kernel, "cute-dsl")
+        ready = contender.build()
         assert ready.check() < 0.01 and ready.path == "latent"
     copied = flash_mla_cost(problem)
     assert ready.cost.flops == copied.flops
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
+
+
+def test_a_prefix_without_a_whole_page_takes_no_part():
+    contender = prefix_contender(MlaProblem(b=4, s=2, t=200, h=2), SharedTokens(4, (40,)), "cpu")
+    with pytest.raises(UnsupportedError, match="flash_mla_prefix: expected whole pages"):
+        contender.build()
 
 
 def test_the_figures_have_their_shapes_newest_versions_and_a_mix_without_a_window():

@@ -150,6 +150,11 @@ def test_a_flat_entry_of_a_user_takes_the_rest_from_the_shipped_one(use):
         ("NVIDIA H200", {"peak_dram_bw": 1.0}, "did you mean 'peak_dram_bw_GBps'"),
         ("NVIDIA H200", {"sm_count": None}, "sm_count: expected a positive integer, got None"),
         ("NVIDIA H200", {"aliases": "H200"}, "aliases: expected a list of names"),
+        (
+            "NVIDIA H200",
+            {"burst_dram_bw_GBps": 4000.0, "sustained_dram_bw_GBps": 4100.0},
+            "sustained_dram_bw_GBps: expected one value of the rate, got burst_dram_bw_GBps as",
+        ),
         ("NVIDIA H200", [1], "expected an object with one entry per key"),
     ],
 )

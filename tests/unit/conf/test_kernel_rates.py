@@ -7,6 +7,7 @@ import pytest
 from mla_var3.conf import kernel_rates as module
 from mla_var3.conf.devices import load_devices
 from mla_var3.conf.kernel_rates import KernelRates, energy_rates, kernel_rates
+from mla_var3.errors import UnknownNameError
 
 KERNEL: dict[str, Any] = {
     "tflops": 1.0, "gbps": 1.0, "overlap": 3.0, "fixed_us": 0.0, "tile_us": 0.0, "cut_us": None,
@@ -35,3 +36,11 @@ def test_overlap_joins_compute_and_memory_time():
     assert perfect.work_us(2e6, 3e3) == 3.0
     assert cubic.work_us(2e6, 3e3) == pytest.approx((2**3 + 3**3) ** (1 / 3))
     assert cubic.work_us(0.0, 0.0) == 0.0
+
+
+def test_an_energy_that_was_not_measured_is_refused_by_name():
+    rates = energy_rates("NVIDIA H200")
+    assert rates is not None
+    assert rates.joules(1e12, 0.0, 0.0, "fp8") == rates.fp8_joules_per_tflop["fp8"]
+    with pytest.raises(UnknownNameError, match=r"'fp8_ds_mla'.*known: fp8, fp8_per_token"):
+        rates.joules(1e12, 0.0, 0.0, "fp8_ds_mla")

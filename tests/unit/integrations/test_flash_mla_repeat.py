@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,6 +115,28 @@ def test_metadata_is_for_one_key(kernel, generator):
         flash_mla_with_kvcache(**{**case, "causal": False})
     with pytest.raises(InvalidArgumentError, match="tile_scheduler_metadata: expected the first"):
         flash_mla_with_kvcache(**{**case, "tile_scheduler_metadata": None})
+
+
+def test_metadata_of_a_refused_call_is_empty(generator):
+    metadata = get_mla_metadata()[0]
+    case = arguments(generator, [9, 9, 9], tile_scheduler_metadata=metadata)
+    with pytest.raises(InvalidArgumentError, match="scale"):
+        flash_mla_with_kvcache(**{**case, "softmax_scale": torch.nan})
+    flash_mla_with_kvcache(**{**case, "causal": False})
+    with pytest.raises(InvalidArgumentError, match=r"tile_scheduler_metadata \(causal\)"):
+        flash_mla_with_kvcache(**case)
+
+
+def test_a_kept_call_holds_no_cache(kernel, generator):
+    """Its scales may be in the rows, and then a pointer to them says where."""
+    for name in ("fp8_per_token", "fp8"):
+        case = fp8_arguments(generator, [100, 0, 7], name)
+        held = weakref.ref(case["k_cache"].untyped_storage())
+        flash_mla_with_kvcache(**case)
+        del case
+        gc.collect()
+        freed = held() is None
+        assert freed
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,17 @@ def test_packed_queries(counts, lengths):
         torch.testing.assert_close(uniform, output)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_block_tables_lie_in_any_order(step):
+    """Such as a view of `[max_pages, b]`, or of every second entry."""
+    batch = Batch([3, 1, 7], [70, 1, 130])
+    expected, _ = batch.expected()
+    batch.table = batch.table.t().repeat_interleave(step, 0)[::step].t()
+    assert not batch.table.is_contiguous()
+    output, _ = batch.attend()
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_a_cache_in_8_bits():
     """Its scale is read by every call, so an engine may set it after the pages were made."""
     batch = Batch([2, 1], [65, 7])

@@ -233,8 +233,8 @@ class LatentBackend:
         if self._attend_fn is None:
             assert self._kernel_id is not None
             module: Any = import_kernel_module(self._kernel_id)
-            self._attend_fn = module.attend
             self._whole = getattr(module, "whole", None)
+            self._attend_fn = module.attend  # last: another thread takes it as a sign for both
         return self._attend_fn
 
 

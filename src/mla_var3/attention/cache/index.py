@@ -53,19 +53,24 @@ class CacheIndex:
         Returns:
             int32 `[b]`: tokens that were taken.
         """
-        pool = self.pages
         taken, sources = self._reserve(tokens)
-        if pool is not None and sources is not None:
-            self._copy_pages(pool, taken, sources)
-        rows = (latent, rope)
-        if not self.kernels.write(self._storage, rows, tokens, taken, self.lengths, pool):
-            positions, valid = self.placed(tokens, taken)
-            if pool is None:
-                slots = tokens.rows.requests * self._shape.t + positions
-            else:
-                slots = pool.rows(tokens.rows.requests, positions)
-            self._storage.put(slots, latent, rope, valid)
+        try:
+            if self.pages is not None and sources is not None:
+                self._copy_pages(self.pages, taken, sources)
+            self._write(tokens, taken, latent, rope)
+        except BaseException:  # for want of memory, or interrupted
+            self.take_back(taken)
+            raise
         return taken
+
+    def take_back(self, taken: torch.Tensor) -> None:
+        """Drop the tokens of an `append` that failed; a captured one has not happened.
+
+        Args:
+            taken: int32 `[b]`, what it took.
+        """
+        if not capturing(self.lengths):
+            self.drop(taken)
 
     def placed(self, tokens: NewTokens, taken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Position of each row, int64 `[m]`, and whether it was taken, bool `[m]`.
@@ -113,6 +118,20 @@ class CacheIndex:
         self.refused.add_((asked - taken).to(torch.int32))
         return taken, sources
 
+    def _write(
+        self, tokens: NewTokens, taken: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
+    ) -> None:
+        """Write the tokens that were taken."""
+        pool, rows = self.pages, (latent, rope)
+        if self.kernels.write(self._storage, rows, tokens, taken, self.lengths, pool):
+            return
+        positions, valid = self.placed(tokens, taken)
+        if pool is None:
+            slots = tokens.rows.requests * self._shape.t + positions
+        else:
+            slots = pool.rows(tokens.rows.requests, positions)
+        self._storage.put(slots, latent, rope, valid)
+
     def _copy_pages(self, pool: PagePool, taken: torch.Tensor, sources: torch.Tensor) -> None:
         """Fill the new pages that replace pages with other owners."""
         buffer = self._storage.buffer
@@ -120,4 +139,9 @@ class CacheIndex:
             return
         requests = torch.arange(self._shape.b, device=taken.device)
         target = pool.pages_at(requests, (self.lengths - taken).long() // pool.page_size)
-        masked_put(buffer, (target,), buffer[sources.long().clamp(min=0)], sources >= 0)
+        try:
+            masked_put(buffer, (target,), buffer[sources.long().clamp(min=0)], sources >= 0)
+        except torch.OutOfMemoryError:  # one after the other
+            for copy, page in zip(target.tolist(), sources.tolist(), strict=True):
+                if page >= 0:
+                    buffer[copy].copy_(buffer[page])

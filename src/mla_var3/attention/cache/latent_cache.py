@@ -27,6 +27,7 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import (
     INDEX_DTYPES,
     index_tensor,
+    inference,
     require_bounds,
     require_device,
     require_tensor,
@@ -187,7 +188,7 @@ class LatentCache:
 
     # -- changes ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @inference
     def set_prefix(
         self, latent: torch.Tensor, rope: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
     ) -> None:
@@ -215,7 +216,7 @@ class LatentCache:
             self.window.start.fill_(self.prefix.length)
         self._drop(torch.ones_like(self.lengths, dtype=torch.bool))
 
-    @torch.no_grad()
+    @inference
     def append(
         self,
         latent: torch.Tensor,
@@ -231,7 +232,8 @@ class LatentCache:
         """Add new tokens at the end of every request.
 
         The tokens of a request are taken all or none. None are taken where they would exceed the
-        slots of the request or where no pages are left; `refused` counts them.
+        slots of the request or where no pages are left; `refused` counts them. An append that
+        raises, as for want of memory, has taken none.
 
         Args:
             latent: `[b, m, k]`, or packed `[total, k]` with `cu_seqlens`.
@@ -258,13 +260,18 @@ class LatentCache:
             decompressed = self.window.decompressed(flat_latent, tokens.leading, given)
         taken = self.index.append(tokens, flat_latent, flat_rope)
         if self.window is not None and decompressed is not None:
-            requests, (positions, valid) = tokens.rows.requests, self.index.placed(tokens, taken)
-            kept = valid & (positions >= self.lengths[requests] - self.window.n)
-            self.window.write(requests, positions, *decompressed, flat_rope, kept)
+            try:
+                requests = tokens.rows.requests
+                positions, valid = self.index.placed(tokens, taken)
+                kept = valid & (positions >= self.lengths[requests] - self.window.n)
+                self.window.write(requests, positions, *decompressed, flat_rope, kept)
+            except BaseException:  # see `CacheIndex.append`
+                self._take_back(self.window, taken)
+                raise
             self.window.grow(self.lengths)
         return taken
 
-    @torch.no_grad()
+    @inference
     def truncate(
         self,
         counts: Counts,
@@ -289,15 +296,12 @@ class LatentCache:
             raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")
         if w_uk is not None and w_uv is not None:
             self._require_refill(w_uk, w_uv, most)
-        if self.window is not None and not self._has_whole_copy and not self._ring_truncated:
-            # Known on the host even where a CUDA graph repeats this.
-            self._ring_truncated = True
-            self.kept_view.forget_whole_ring()
+        self._forget_whole_ring()
         self._drop(dropped)
         if w_uk is not None and w_uv is not None:
             self.refill(w_uk, w_uv, most)
 
-    @torch.no_grad()
+    @inference
     def evict(self, requests: Counts) -> None:
         """Empty some requests; only a shared prefix stays.
 
@@ -306,7 +310,7 @@ class LatentCache:
         """
         self._drop(self._mask("requests", requests))
 
-    @torch.no_grad()
+    @inference
     def fork(self, request: int | torch.Tensor, into: Counts) -> None:
         """Let other requests continue from the tokens of one, for example samples of a prompt.
 
@@ -342,16 +346,17 @@ class LatentCache:
         targets = targets & (torch.arange(self._shape.b, device=targets.device) != source)
         self.index.forks = self.pages is not None
         self._drop(targets)
+        # The copies first: without memory for them, the others are empty and hold no pages.
+        if self.window is not None:
+            self.window.fork(source, targets)
         if self.pages is None:
             copy_row(self.buffer, source, targets)
         else:
             self.pages.fork(source, targets)
-        if self.window is not None:
-            self.window.fork(source, targets)
         for numbers in (self.lengths, self.refused):
             numbers.copy_(torch.where(targets, numbers[source], numbers))
 
-    @torch.no_grad()
+    @inference
     def refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None = None) -> None:
         """Decompress tokens that dropping others brought back among the newest.
 
@@ -422,6 +427,19 @@ class LatentCache:
         self.index.drop(dropped)
         if self.window is not None:
             self.window.shrink(self.lengths)
+
+    def _forget_whole_ring(self) -> None:
+        """Tokens are dropped: known on the host even where a CUDA graph repeats this."""
+        if self.window is not None and not self._has_whole_copy and not self._ring_truncated:
+            self._ring_truncated = True
+            self.kept_view.forget_whole_ring()
+
+    def _take_back(self, window: Window, taken: torch.Tensor) -> None:
+        """Drop tokens of which only some are in the ring."""
+        self._forget_whole_ring()
+        window.grow(self.lengths)
+        self.index.take_back(taken)
+        window.shrink(self.lengths)
 
     def _new_tokens(
         self,

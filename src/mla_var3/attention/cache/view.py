@@ -131,8 +131,7 @@ class CacheView:
         page = self.latent.shape[1]
         pages = self.block_table[:, first // page : last // page]
         index = pages.long().clamp(0, self.latent.shape[0] - 1)
-        shape = (index.shape[0], index.shape[1] * page)
-        return self._gathered(lambda part: part[index].view(*shape, -1), dtype)
+        return self._gathered(lambda part: part[index].flatten(1, 2), dtype)
 
     def rows(
         self, positions: torch.Tensor, dtype: torch.dtype = torch.bfloat16

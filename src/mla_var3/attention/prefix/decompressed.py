@@ -21,11 +21,13 @@ from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixCopy, PrefixGroups
 from mla_var3.attention.prefix.layout import require_groups
+from mla_var3.attention.request.checks import inference
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
 
 
+@inference
 def decompress_prefixes(
     groups: PrefixGroups,
     cache: LatentCache | CacheView,

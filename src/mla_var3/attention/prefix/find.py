@@ -160,8 +160,8 @@ def _groups(
     if bound is None:
         chosen = [level for level in chosen if level]
     b, count = len(order), bound or max((len(level) for level in chosen), default=1)
-    of = torch.full((len(chosen), b), -1, dtype=torch.int32)
-    tokens = torch.zeros((len(chosen), count), dtype=torch.int32)
+    of = torch.full((len(chosen), b), -1, dtype=torch.int32, device="cpu")
+    tokens = torch.zeros((len(chosen), count), dtype=torch.int32, device="cpu")
     shared, most = 0, 1
     for level, runs in enumerate(chosen):
         found = [(sorted(order[run.first : run.last + 1]), run.pages - at) for run, at in runs]

@@ -166,7 +166,13 @@ def _with_options(
 
 
 def _holds_more(view: CacheView) -> bool:
-    return view.k_new is not None or view.k_prefix is not None or view.scales is not None
+    """Whether a view has any of `_FURTHER`: one alone is refused. By name, for speed."""
+    return (
+        view.k_new is not None or view.v_new is not None or view.window_start is not None
+        or view.k_prefix is not None or view.v_prefix is not None
+        or view.k_rope_new is not None or view.k_rope_prefix is not None
+        or view.scales is not None or view.window_scales is not None
+    )  # fmt: skip
 
 
 def _further_parts(view: CacheView) -> dict[str, torch.Tensor]:

@@ -7,10 +7,12 @@ kernel cannot read it refuses itself (`Backend.unsupported`).
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -24,6 +26,9 @@ Shape = Sequence[tuple[str, int | None]]
 """(label, size) per dimension; a size of None takes any."""
 
 DEBUG_VARIABLE = "HYPER_MLA_DEBUG"
+_AUTOCAST_DEVICES = ("cuda", "cpu")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Every call asks. The mapping behind `os.environ` answers at once; `os.environ` itself encodes the
 # name, and raises and catches two errors where the variable is not set, as it mostly is.
@@ -35,6 +40,26 @@ _OFF = (None, "", "0", b"", b"0")
 def debug_on() -> bool:
     """Whether the environment asks for checks of values on the device."""
     return _environment.get(_KEY) not in _OFF
+
+
+def inference(function: F) -> F:
+    """Decorate a function that computes: no gradients, and products in the dtype of its tensors.
+
+    Autocast would compute them in another one.
+    """
+    plain = torch.no_grad()(function)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        kinds = [kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)]
+        if not kinds:
+            return plain(*arguments, **options)
+        with ExitStack() as modes:
+            for kind in kinds:
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            return plain(*arguments, **options)
+
+    return cast("F", run)
 
 
 def readable(tensor: torch.Tensor) -> bool:
@@ -176,7 +201,7 @@ def index_tensor(
     given = value
     if not isinstance(value, torch.Tensor):
         try:
-            value = torch.tensor(value)
+            value = torch.tensor(value, device="cpu")  # whatever the default device is
         except (TypeError, ValueError, RuntimeError):
             raise InvalidArgumentError(
                 name, "integers, as a tensor or a sequence", repr(value)

@@ -21,7 +21,10 @@ from mla_var3.op.mla.problem import (
 )
 from mla_var3.op.mla.window.formats import FP8
 
-_FLAGS = ("causal", "ragged", "tree", "partial", "batch_invariant", "latent_only", "aligned")
+_FLAGS = (
+    "causal", "ragged", "tree", "partial", "batch_invariant", "latent_only", "aligned",
+    "whole_copy",
+)  # fmt: skip
 CALL_DTYPES = (*DTYPES, "float32")
 
 
@@ -50,6 +53,8 @@ class CallShape:
         sliding_window: newest tokens, up to itself, that a query sees; None for all.
         scale: factor on the logits; None for `(d + p) ** -0.5`.
         aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
+        whole_copy: whether a ring as long as the cache is known to hold every token; otherwise
+            kernels that read all tokens decompressed decompress them in every call.
     """
 
     b: int
@@ -78,6 +83,7 @@ class CallShape:
     cache_dtype: str | None = None
     sliding_window: int | None = None
     window_dtype: str | None = None
+    whole_copy: bool = True
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
@@ -138,6 +144,7 @@ class CallShape:
         return Workload(
             self.problem(), self.window, self.prefix or self.prefix_copies, self.latent_only, None,
             self.shared, self.groups, self.cache_dtype, token_bytes, self.window_dtype,
+            self.whole_copy,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

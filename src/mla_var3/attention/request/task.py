@@ -105,10 +105,11 @@ class AttentionTask:
         mean = -(-self.q.shape[0] // max(b, 1)) if ragged else self.q.shape[1]
         d = self.q.shape[-1] if self.w_uk is None else self.w_uk.shape[1]
         p = self.q_rope.shape[-1]
+        t = cache.capacity if self.max_kv is None else min(self.max_kv, cache.capacity)
         return CallShape(
             b=b,
             s=max(1, self.max_q or mean),
-            t=cache.capacity if self.max_kv is None else min(self.max_kv, cache.capacity),
+            t=t,
             h=self.h,
             d=d,
             p=p,
@@ -133,6 +134,7 @@ class AttentionTask:
             prefix_copies=self._prefix_copies(),
             cache_dtype=None if cache.format is None else cache.format.name,
             window_dtype=None if cache.window_scales is None else FP8.name,
+            whole_copy=cache.window < t or cache.window_start is None or cache.ring_whole,
         )
 
     def _prefix_copies(self) -> int:

@@ -151,7 +151,7 @@ class HyperMLABackend(AttentionBackend):
             return
         tree = None
         if mode.is_target_verify():
-            found = self._tree(forward_batch, lengths)
+            found = self._tree(forward_batch, lengths, padded=True)
             if found is not None and self._graph.tree_mask is not None:
                 tree = self._graph.tree_mask[:b]
                 if tree.data_ptr() != found.data_ptr():
@@ -188,26 +188,36 @@ class HyperMLABackend(AttentionBackend):
         rows: torch.Tensor = pages[forward_batch.req_pool_indices.long()]
         return (rows // self.page_size).to(torch.int32)
 
-    def _tree(self, forward_batch: Any, context: torch.Tensor) -> torch.Tensor | None:
+    def _tree(
+        self, forward_batch: Any, context: torch.Tensor, *, padded: bool = False
+    ) -> torch.Tensor | None:
         """Which draft tokens each draft token sees, bool `[b, s, s]`; None for chains.
 
         Args:
             forward_batch: a verification.
             context: int32 `[b]`, tokens of each request before its drafts.
+            padded: whether some of the requests may have no part of the mask.
         """
         spec, s, b = forward_batch.spec_info, self.draft_tokens, context.shape[0]
         mask: torch.Tensor | None = getattr(spec, "custom_mask", None)
-        if mask is None or getattr(spec, "topk", 1) <= 1:
+        # Trees of n-grams have no fixed number of branches: -1, or none in older versions.
+        branches = getattr(spec, "tree_topk", getattr(spec, "topk", -1))
+        if mask is None or branches in (0, 1):
             return None
-        if self._verify_mask is not None and mask.data_ptr() == self._verify_mask.buffer.data_ptr():
-            return mask[: b * s * s].view(torch.bool).view(b, s, s)
+        own, entries = self._verify_mask, b * s * s
+        # Of more requests than the buffer has, the mask over the drafts alone is another tensor.
+        if (own is not None and mask.data_ptr() == own.buffer.data_ptr()) or (
+            mask.numel() == entries and not padded
+        ):
+            return mask[:entries].view(torch.bool).view(b, s, s)
         # The full mask: for each request, s rows of context and drafts; its last s columns.
         width = (context + s).long()
         first = (width * s).cumsum(0) - width * s
         index = torch.arange(s, device=context.device)
         rows = first[:, None] + index * width[:, None]  # [b, s]
         columns = context.long()[:, None] + index  # [b, s]
-        return mask.bool()[rows[:, :, None] + columns[:, None, :]]
+        places = rows[:, :, None] + columns[:, None, :]
+        return mask.bool()[places.clamp_(max=mask.numel() - 1)]
 
     # Attention
 

@@ -175,6 +175,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=interleaved),
         )  # fmt: skip
         self._decode_queries = decode_queries(vllm_config)
+        forget_caches(vllm_config, layer_names)
         # The decode metadata are views of the runner's persistent tensors. Under DCP the local
         # lengths are not, so a captured draft step would read stale ones.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
@@ -310,6 +311,18 @@ def _moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
     return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
         cache.data_ptr(), cache.shape, cache.stride(), cache.dtype,
     )  # fmt: skip
+
+
+def forget_caches(vllm_config: Any, layer_names: list[str]) -> None:
+    """Let our layers forget their views of a cache, before vLLM allocates another.
+
+    It profiles CUDA graphs with a small cache first, and counts on its memory afterwards.
+    """
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    for name in layer_names:
+        impl = getattr(layers.get(name), "impl", None)
+        if isinstance(impl, HyperMLAImpl):
+            impl._cache = impl._pages = None
 
 
 def accepted(function: Any, **options: Any) -> dict[str, Any]:

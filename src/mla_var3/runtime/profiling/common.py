@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnknownNameError, UnsupportedError
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
@@ -21,7 +21,7 @@ from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.stage import KernelStage, Stage
+from mla_var3.runtime.stage import KernelStage, Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
 
 log = logging.getLogger(__name__)
@@ -87,14 +87,25 @@ def artifact_folder(
 
 
 def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
-    """The same problem in another version of the plan's design; None keeps the plan."""
+    """The same problem in another version of the plan's design; None keeps the plan.
+
+    A parameter that only this version has may stay behind where it was left at its default.
+
+    Raises:
+        UnknownNameError: a chosen parameter that the other version does not have.
+    """
     if version is None:
         return plan
     kernel = plan.kernel_id
-    other = paths.plan_class(paths.find_kernel(kernel.design, version, kernel.language))
-    fields = {f.name for f in dataclasses.fields(other)}
-    found: KernelPlan = other(**{k: v for k, v in plan.params().items() if k in fields})
-    return found
+    found = paths.find_kernel(kernel.design, version, kernel.language)
+    other = paths.plan_class(found)
+    known = {f.name for f in dataclasses.fields(other)}
+    defaults = {f.name: f.default for f in dataclasses.fields(plan)}
+    made: KernelPlan = other(**{k: v for k, v in plan.params().items() if k in known})
+    for name, value in plan.params().items():
+        if name not in known and value != defaults[name]:
+            raise UnknownNameError(f"parameter of {found.full_name}", name, made.params())
+    return made
 
 
 def make_record(
@@ -151,8 +162,8 @@ def measured_result(
 def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
     """Keep the compiled code of the kernels below `compiled/`."""
     try:
-        for kernel in kernels:
-            compile_report(kernel, target, artifacts_dir=folder / "compiled" / kernel.name)
+        for name, kernel in by_unique_name(kernels).items():
+            compile_report(kernel, target, artifacts_dir=folder / "compiled" / name)
     except MissingToolError as error:
         log.warning("no compiled code is kept: %s", error)
         return str(error)

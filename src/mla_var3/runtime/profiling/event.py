@@ -8,7 +8,7 @@ from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import RunOptions
 
 
@@ -18,20 +18,26 @@ def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     with common.measuring(NsightProfType.EVENT, plan, run) as (prepared, folder):
         stage, spec = prepared.stage, prepared.require_device()
         dtype = plan_dtype(prepared.plan)
-        kernels = list(stage.kernels())
-        total = _timed(stage, spec, dtype, run.bench_runs)
+        kernels = by_unique_name(stage.kernels())
+        total = _timed(stage.name, stage, spec, dtype, run.bench_runs)
         stages = [total]
         if len(kernels) > 1:
-            stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
+            stages = [
+                _timed(name, kernel, spec, dtype, run.bench_runs)
+                for name, kernel in kernels.items()
+            ]
         result = common.measured_result(NsightProfType.EVENT, prepared, total, stages, folder)
-        result.record["not_disassembled"] = common.write_compiled(kernels, spec.target, folder)
+        result.record["not_disassembled"] = common.write_compiled(
+            kernels.values(), spec.target, folder
+        )
         common.write_artifacts(result, prepared, _report(result, stage, spec, dtype))
     return result
 
 
-def _timed(stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> StageFigures:
+def _timed(name: str, stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> StageFigures:
     timing = time_gpu(stage.launch, runs=runs)
     figures = common.stage_figures(stage, spec, dtype, timing.median_us, timing.spread_us)
+    figures.name = name
     figures.extra["timing"] = timing.to_dict()
     return figures
 

@@ -247,6 +247,22 @@ def test_a_bad_call_beside_a_known_key(name, change, kernel, generator):
     assert kernel.repeats == before
 
 
+LONE_PARTS = [name for name in keys._FURTHER if name not in ("k_new", "k_prefix", "scales")]
+
+
+@pytest.mark.parametrize("name", LONE_PARTS)
+def test_a_part_without_the_others_is_refused_beside_a_known_key(name, kernel, generator):
+    """The key of a view without copies once stood for it, so that only first calls refused it."""
+    view = cache_of(generator).view()
+    operands = (*queries(generator, D), view, MODEL.w_uk, MODEL.w_uv)
+    mla_attention(*operands, kernel=KERNEL)
+    lone = replace(view, **{name: torch.zeros(B, H, 4, D, dtype=DTYPE)})
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="expected one beside its other parts"):
+            mla_attention(*operands[:2], lone, *operands[3:], kernel=KERNEL)
+    assert (kernel.calls, kernel.repeats) == (1, 0)
+
+
 def test_replays_go_with_their_backend(kernel, generator):
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)

@@ -71,3 +71,15 @@ def test_what_the_model_chooses_was_measured_near_the_best(record, s):
         ),
     )
     assert measured[nearest] <= 1.1 * min(measured.values())
+
+
+@pytest.mark.parametrize("kernel", ["mla_var6_plus", "mla_var6_plus_v5"])
+@pytest.mark.parametrize("n", [1024, 2048, 3072])
+def test_plans_share_the_sms_as_the_estimate_assumes(kernel, n):
+    """The effort of an 8-bit window counts in both."""
+    pytest.importorskip("cutlass")
+    from mla_var3.runtime.paths import find_kernel, plan_class
+
+    plan_of = plan_class(find_kernel(kernel, language="cute-dsl"))
+    plan = plan_of(b=32, s=64, t=4096, h=128, n=n).on_device(H200)
+    assert plan.balanced_split().latent == plan.model.at(plan.problem(), n).split

@@ -154,7 +154,18 @@ def test_a_call_adds_what_the_cache_lacks():
     assert found("mla_var6_plus", windowed).choice == {"n": 512}
     # CuTe DSL reads a ring in the order of its slots, cuTile needs it in order of positions.
     assert "ring in order" in found("mla_var6_plus", windowed, "cutile-dsl").around
+    assert "ring in order" in found("mla_var6_plus", whole, "cutile-dsl").around
     assert list(found("mla_var6_plus", windowed).around) == ["query projection"]
+    # A window of all tokens that may lack some is decompressed once more.
+    lacking = replace(whole, whole_copy=False)
+    assert found("flash_attention", lacking) == decompressing
+    for kernel, language in (
+        ("mla_var6_plus", "cute-dsl"),
+        ("mla_var6_plus_v5", "cute-dsl"),
+        ("mla_var6_plus", "cutile-dsl"),
+    ):
+        least, most = (found(kernel, work, language).around_us for work in (whole, lacking))
+        assert most - least == pytest.approx(decompressing.around_us, rel=0.01)
     assert estimate("no_such_kernel", bare, H200) is None
 
 

@@ -40,6 +40,17 @@ class TwicePlan(DoublingPlan):
 
 
 @dataclass
+class SameTwicePlan(TwicePlan):
+    """The same kernel twice."""
+
+    def plan(self, *inputs: Tensor) -> Any:
+        stage = super().plan(*inputs)
+        for part in stage.stages:
+            part.kernel_fn = "first"
+        return stage
+
+
+@dataclass
 class PretendedGpu:
     """What event mode asks of the machine."""
 
@@ -98,6 +109,16 @@ def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu):
         ("second", 31.0),
     ]
     assert gpu.timed == [7, 7, 7]
+
+
+def test_a_kernel_that_runs_twice_has_two_rows_and_two_folders(gpu, tmp_path):
+    times = iter((50.0, 20.0, 31.0))
+    gpu.time_us = lambda: next(times)
+    result = event_profile_plan(SameTwicePlan(), out_dir=tmp_path)
+    rows = [(stage.name, stage.time_us) for stage in result.stages]
+    assert rows == [("first", 20.0), ("first.2", 31.0)]
+    assert [row["name"] for row in result.record["stages"]] == ["first", "first.2"]
+    assert {path.name for path in (tmp_path / "compiled").iterdir()} == {"first", "first.2"}
 
 
 def test_timing_holds_the_device_and_comes_after_preparing(gpu):

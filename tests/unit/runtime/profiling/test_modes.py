@@ -38,6 +38,19 @@ def test_another_version_gets_the_same_problem():
         plan_of_version(plan, "v99")
 
 
+def test_a_chosen_parameter_that_another_version_lacks_is_refused():
+    pytest.importorskip("cutlass")
+    from mla_var3.runtime.paths import find_kernel, plan_class
+
+    base = plan_class(find_kernel("mla_var6_plus", language="cute-dsl"))
+    sizes = {"b": 3, "s": 2, "t": 640, "h": 8}
+    with pytest.raises(UnknownNameError, match=r"parameter of mla_var6_plus_v6 'n'.*prefix") as got:
+        plan_of_version(base(**sizes, n=128), "v6")
+    assert "tiling" not in got.value.known
+    other = plan_of_version(base(**sizes), "v6")  # n was left to the model
+    assert (other.name, other.t) == ("mla_var6_plus_v6", 640)
+
+
 @pytest.mark.parametrize("check", [False, True])
 def test_disabled_mode_runs_once_and_leaves_nothing(check, tmp_path):
     """With the check it is the check that runs it."""

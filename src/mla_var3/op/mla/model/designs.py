@@ -135,7 +135,7 @@ def _flash_attention(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_attention_cost(work.problem)
     time_us = attention_us(cost, _head_tiles(problem), target, problem.dtype)
     has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
-    has_copy = has_copy and work.window_dtype is None
+    has_copy = has_copy and work.window_dtype is None and work.whole_copy
     around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
     return _estimate(target, problem, time_us, [cost], around, heads=cost)
 
@@ -378,12 +378,13 @@ def _window(work: Workload, target: Target, model: MixModel | None) -> tuple[int
         n = model.worthwhile_n(problem, multiple=WINDOW_STEP)
     else:
         n = model.best_n(problem, multiple=WINDOW_STEP)
-    if work.window == 0 and n:
-        return n, {"decompression": _decompression_us(problem, n, target)}
-    if work.window and work.window < problem.t and target.language not in READS_RINGS:
+    around = {}
+    if (work.window == 0 and n) or (work.window and not work.whole_copy):
+        around["decompression"] = _decompression_us(problem, n, target)
+    if work.window and target.language not in READS_RINGS:
         moved = Cost(0, 2 * decompressed_bytes(problem, n))
-        return n, {"ring in order": moved.time_us(*target.rates_for(problem.dtype))}
-    return n, {}
+        around["ring in order"] = moved.time_us(*target.rates_for(problem.dtype))
+    return n, around
 
 
 def _projections(work: Workload, target: Target) -> dict[str, float]:

@@ -50,6 +50,8 @@ class Workload:
         cache_dtype: Format of an 8-bit latent cache; None for one in the problem's dtype.
         token_bytes: Bytes of a token of such a cache.
         window_dtype: "fp8" for a window in 8 bits; None for one in the problem's dtype.
+        whole_copy: Whether a window of all tokens is known to hold them; a call that reads it
+            decompresses them otherwise, because only the device knows which it lacks.
     """
 
     problem: MlaProblem
@@ -62,6 +64,7 @@ class Workload:
     cache_dtype: str | None = None
     token_bytes: int | None = None
     window_dtype: str | None = None
+    whole_copy: bool = True
 
 
 @dataclass(frozen=True)

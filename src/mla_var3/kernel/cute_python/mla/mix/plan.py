@@ -343,7 +343,8 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
     def balanced_split(self) -> SmSplit:
         if self.model is None:
             return super().balanced_split()
-        wanted = self.model.split_of(MixWork(self.latent_cost(), self.decompressed_cost(), ()))
+        work = MixWork(self.latent_cost(), self.decompressed_cost(), (), self.window_form.effort)
+        wanted = self.model.split_of(work)
         chosen = min(max(wanted, 1), self.sm_count - 1)
         return SmSplit(chosen, self.sm_count - chosen)
 

@@ -1,0 +1,103 @@
+"""Masks of draft trees as SGLang hands them over, on stand-ins for its two modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+S = 3
+CONTEXT = (5, 1, 9)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend without an engine around it, in a graph of four requests."""
+    for name, attribute in (
+        ("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend"),
+        ("sglang.srt.mem_cache.memory_pool", "KVWriteLoc"),
+    ):
+        module = ModuleType(name)
+        setattr(module, attribute, type(attribute, (), {}))
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            package = ModuleType(".".join(parts[:end]))
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "mla_var3.integrations.sglang.backend", raising=False)
+    made = importlib.import_module("mla_var3.integrations.sglang.backend")
+    found = object.__new__(made.HyperMLABackend)
+    found.draft_tokens, found.page_size, found.device = S, 64, torch.device("cpu")
+    found._first_tokens = torch.zeros((8, 2), dtype=torch.int32)
+    found._graph = None
+    buffer = torch.zeros(4 * S * S, dtype=torch.bool)
+    found._verify_mask = SimpleNamespace(buffer=buffer)
+    yield found
+    sys.modules.pop("mla_var3.integrations.sglang.backend", None)
+
+
+def trees(generator: torch.Generator, b: int) -> torch.Tensor:
+    own = torch.eye(S, dtype=torch.bool)
+    return own | (torch.rand((b, S, S), generator=generator) < 0.5).tril()
+
+
+def full_mask(trees: torch.Tensor) -> torch.Tensor:
+    """Of each request a row of context and drafts per draft, one behind the other."""
+    rows = [
+        torch.cat([torch.ones((S, length), dtype=torch.bool), tree], 1).flatten()
+        for tree, length in zip(trees, CONTEXT, strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def verification(b: int, **spec: Any) -> SimpleNamespace:
+    mode = SimpleNamespace(is_decode_or_idle=lambda: False, is_target_verify=lambda: True)
+    lengths = torch.ones(b, dtype=torch.int64)
+    lengths[: len(CONTEXT)] = torch.tensor(CONTEXT)[:b]
+    return SimpleNamespace(
+        forward_mode=mode, batch_size=b, seq_lens=lengths, seq_lens_cpu=lengths,
+        req_pool_indices=torch.arange(b), spec_info=SimpleNamespace(**spec),
+    )  # fmt: skip
+
+
+def test_more_requests_than_the_buffer_has(backend, generator):
+    """Then the mask over drafts alone is a tensor of its own, not the backend's buffer."""
+    wanted = trees(generator, 5)
+    batch = verification(5, custom_mask=wanted.flatten(), topk=2)
+    backend.init_forward_metadata(batch)
+    assert torch.equal(backend.forward_metadata.tree_mask, wanted)
+
+
+@pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}])
+def test_full_masks_of_regular_and_other_trees(spec, backend, generator):
+    """Those of n-grams name no number of branches, or -1."""
+    wanted = trees(generator, 3)
+    backend.init_forward_metadata(verification(3, custom_mask=full_mask(wanted), **spec))
+    assert torch.equal(backend.forward_metadata.tree_mask, wanted)
+
+
+def test_chains_need_no_mask(backend, generator):
+    mask = full_mask(trees(generator, 3))
+    for spec in ({"topk": 1}, {"topk": 1, "tree_topk": 1}):
+        backend.init_forward_metadata(verification(3, custom_mask=mask, **spec))
+        assert backend.forward_metadata.tree_mask is None
+
+
+def test_a_graph_with_requests_that_the_mask_does_not_have(backend, generator):
+    wanted = trees(generator, 3)
+    graph = SimpleNamespace(
+        lengths=torch.ones(8, dtype=torch.int32),
+        block_table=torch.zeros((8, 2), dtype=torch.int32),
+        tree_mask=torch.zeros((8, S, S), dtype=torch.bool),
+    )
+    backend._graph = graph
+    # 8 requests of which 3 have a mask of as many entries as 8 trees.
+    for b in (3, 4, 8):
+        batch = verification(b, custom_mask=full_mask(wanted), topk=2)
+        backend.init_forward_metadata_out_graph(batch)
+        assert torch.equal(graph.tree_mask[:3], wanted)
