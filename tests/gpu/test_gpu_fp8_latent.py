@@ -290,6 +290,21 @@ def test_packed_trees_of_head_major_queries(generator: torch.Generator) -> None:
         require((output[own], lse[own]), wanted, length)
 
 
+@FORMAT
+def test_heads_far_apart(fmt: str, generator: torch.Generator) -> None:
+    """Some tokens of a large head-major buffer: offsets of the last heads leave 32 bits."""
+    b, h, tokens = 3, 128, 33100
+    cache = filled(generator, fmt, 64, (333, 700, 64))
+    latent, q_rope = queries(generator, b, 1, h)
+    by_head = torch.empty((h, tokens, K), dtype=torch.bfloat16, device=DEVICE)
+    q = by_head[:, :b].transpose(0, 1)[:, None]
+    q.copy_(latent)
+    assert q[0, 0, -1].storage_offset() > 2**31
+    require_batch(
+        mla_latent_attention(q, q_rope, cache, kernel=KERNEL), (q, q_rope), cache.view(), fmt, 1
+    )
+
+
 def test_shards_merge_to_the_whole(generator: torch.Generator) -> None:
     fmt, s, h, shards = "fp8", 3, 64, 2
     whole = filled(generator, fmt, 64, (700, 131))

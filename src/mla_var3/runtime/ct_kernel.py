@@ -24,7 +24,7 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from mla_var3.errors import InvalidArgumentError, KernelCompileError
+from mla_var3.errors import InvalidArgumentError, KernelCompileError, UnsupportedError
 from mla_var3.runtime.compile import first_lines, quiet_compiler
 from mla_var3.runtime.environment import find_tool, run_tool
 from mla_var3.runtime.paths import kernel_source_files
@@ -140,6 +140,8 @@ def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
     except (ct.TileError, OSError) as error:  # compiled at the first launch, in temporary files
         name = kernel._pyfunc.__name__
         raise KernelCompileError(f"{name}: {first_lines(error)}") from error
+    except (OverflowError, ValueError) as error:  # a stride or a grid beyond what it takes
+        raise UnsupportedError(f"{kernel._pyfunc.__name__}: {first_lines(error)}") from error
 
 
 class Launch(NamedTuple):

@@ -19,6 +19,7 @@ from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.select.choice import choose
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError
+from mla_var3.kernel.cute_python.mla.latent.operands import LatentOptions
 from mla_var3.runtime.paths import KernelId
 
 
@@ -105,3 +106,62 @@ def test_two_threads_find_a_kernel_with_its_projections(monkeypatch):
     monkeypatch.setattr(latent, "import_kernel_module", lambda kernel: Module())
     assert backend._resolve() == "attend" and backend._whole == "whole"
     assert ("whole", True) in seen
+
+
+MILLION = 2**20
+LARGE = {"b": 1, "s": 4, "t": 4096, "h": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "refusal"),
+    [
+        ("flash_attention:cutile-dsl", {"t": 131072}, "2**31 numbers"),
+        ("flash_attention:cutile-dsl", {"t": 131071}, "None"),
+        ("flash_mla:cutile-dsl", {"s": 32768, "t": MILLION}, "2**31 numbers"),
+        ("flash_mla:cutile-dsl", {"s": 32767, "t": MILLION}, "None"),
+        ("flash_mla:cutile-dsl", {"b": 64, "s": 512, "ragged": True}, "2**31 numbers"),
+        ("flash_mla:cutile-dsl", {"b": 70000, "h": 16}, "more than 65,535 requests"),
+        ("mla_var6_plus:cutile-dsl", {"t": MILLION, "window": 2048}, "None"),
+        ("flash_mla:cute-dsl", {"b": 2, "s": 40000, "t": 65536, "tree": True}, "2**31 entries"),
+        ("flash_mla:cute-dsl", {"b": 70000, "s": 8, "tree": True}, "None"),
+    ],
+)
+def test_sizes_beyond_32_bits_are_refused(name, sizes, refusal):
+    kernel, language = name.split(":")
+    [found] = [
+        one for one in registry.backends() if (one.kernel, one.language) == (kernel, language)
+    ]
+    assert refusal in str(found.unsupported(CallShape(**{**LARGE, **sizes})))
+
+
+@pytest.mark.parametrize("name", ["B200", "RTX 5090", "A100"])
+def test_a_long_context_is_served_on_every_card(name):
+    """Not by the kernel whose keys cuTile cannot address, which would be the quickest there."""
+    for s in (4096, 32768):
+        explanation, backend = choose(CallShape(b=1, s=s, t=131072, h=128), device_spec(name))
+        assert backend.unsupported(explanation.shape) is None
+        assert (backend.kernel, backend.language) != ("flash_attention", "cutile-dsl")
+
+
+def test_loose_bounds_do_not_reach_the_kernel(generator):
+    """It counts queries and positions with 32 bits."""
+    noted: list[LatentOptions] = []
+
+    def attend(operands: Any, options: LatentOptions) -> None:
+        noted.append(options)
+
+    registry.register(
+        LatentBackend("noted", "torch", attend, runs_on_cpu=True, sliding_window=True)
+    )
+    try:
+        q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
+        q, cache = q.bfloat16(), cache.bfloat16()
+        bounds = torch.tensor([0, 2, 3], dtype=torch.int32)
+        for max_q, window in ((2, 5), (2**31 - 1, 2**31 - 1)):
+            mla_latent_attention(
+                q, q, (cache, cache), cu_seqlens_q=bounds, max_q=max_q, sliding_window=window,
+                kernel="noted",
+            )  # fmt: skip
+    finally:
+        registry.unregister("noted", "torch")
+    assert [(one.max_q, one.sliding_window) for one in noted] == [(2, 5), (3, 2**30 - 1)]

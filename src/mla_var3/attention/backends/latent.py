@@ -39,6 +39,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     ProjectionOperands,
     can_box,
 )
+from mla_var3.op.mla.problem import MOST
 from mla_var3.runtime.paths import (
     LANGUAGE_DISTRIBUTIONS,
     KernelId,
@@ -174,6 +175,8 @@ class LatentBackend:
             return "cache rows that are not 16-byte aligned"
         if shape.sliding_window is not None and not self._sliding_window:
             return "a sliding window"
+        if shape.tree and shape.b * shape.s * shape.s > MOST:
+            return "a tree mask of 2**31 entries or more"
         if shape.partial and shape.tree:
             return "a tree of tokens in a cache that holds a part of each request (total_lengths)"
         if self._kernel_id is not None:
@@ -208,7 +211,7 @@ class LatentBackend:
             shards=task.shards,
             shard=task.shard,
             batch_invariant=task.batch_invariant,
-            sliding_window=task.sliding_window,
+            sliding_window=_window(task.sliding_window),
             sms=sms,
             overlap=overlap,
         )
@@ -354,6 +357,11 @@ def _taken(task: AttentionTask) -> _Taken:
 def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """What is taken, and whether it is the memory that was given."""
     return taken, given.data_ptr() == taken.data_ptr()
+
+
+def _window(tokens: int | None) -> int | None:
+    """A sliding window that no difference of positions in 32 bits leaves."""
+    return tokens if tokens is None else min(tokens, MOST // 2)
 
 
 def _are_aligned(tensors: Iterable[torch.Tensor]) -> bool:

@@ -19,10 +19,14 @@ from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.select.tuned import best_tilings
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import MOST
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import KernelId, declared_targets, plan_class
 from mla_var3.runtime.stage import Stage, Tiling, constraint_failures
 from mla_var3.runtime.workflow import current_device_spec, planning_device
+
+MOST_REQUESTS = 65535
+"""cuTile's kernels have the requests on the second or third axis of their grid."""
 
 
 def service_of(kernel: KernelId) -> Service | None:
@@ -80,6 +84,8 @@ class PlannedBackend:
         for reason, holds in reasons.items():
             if holds:
                 return reason
+        if self.language == "cutile-dsl" and (refusal := _refused_sizes(shape, self._service)):
+            return refusal
         if self.missing():
             return None  # the shape alone says nothing against it
         return _refusal(self._id, shape)
@@ -104,6 +110,19 @@ class PlannedBackend:
         if service.latent and task.w_uv is not None:
             output = project_heads(output, task.w_uv)
         return (output if task.out is None else task.out.copy_(output)), lse
+
+
+def _refused_sizes(shape: CallShape, service: Service) -> str | None:
+    """Which sizes of a call cuTile does not take: strides have 32 bits, a grid's axes 65,535."""
+    if shape.b > MOST_REQUESTS:
+        return f"more than {MOST_REQUESTS:,} requests"
+    wide = max(shape.d, shape.v)
+    queries = shape.s * shape.h * (shape.k if service.latent else wide)
+    if shape.ragged:  # packed: all of them under one stride
+        queries *= shape.b
+    tokens = shape.window if service.reads_window else shape.t
+    keys = 0 if service.latent else tokens * shape.h * wide
+    return "2**31 numbers or more of a request" if max(queries, keys) > MOST else None
 
 
 @CALL_STATE.cached(512)

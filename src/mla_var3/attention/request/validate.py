@@ -217,6 +217,8 @@ def _task(
         bounds = [("b+1", b + 1)]
         require_tensor("cu_seqlens_q", query_bounds, bounds, INDEX_DTYPES, device)
         query_bounds = query_bounds.to(torch.int32)
+        if max_q is not None and options.tree_mask is None:
+            max_q = min(max_q, max(1, q.shape[0]))  # the kernels count with 32 bits
     else:
         if max_q is not None and max_q != q.shape[1]:
             raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)

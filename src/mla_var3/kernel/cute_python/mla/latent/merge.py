@@ -1,7 +1,7 @@
 """Merges the partials of split work tiles, at the end of the latent kernel's own launch.
 
-    o_partial [slots, 64, k] float32, normalised within the split; bfloat16 of an 8-bit cache, in the
-        first half of a slot
+    o_partial [slots, 64, k] float32, normalised within the split; of an 8-bit cache bfloat16, in
+        the first half of a slot
     lse_partial [slots, 64] float32, in powers of two; -inf for a row without a visible token
     merges [slots + CTAs + 1, 4] int32:
         of every slot its record (`Record`)
@@ -495,7 +495,7 @@ def merge_units(
 
 
 def slot_rows(o_partial: cute.Pointer) -> int:
-    """Rows of partials between the first ones of neighbouring slots, which have room for float32."""
+    """Rows of partials from one slot to the next: a slot has room for float32."""
     return ROWS * Float32.width // o_partial.dtype.width
 
 

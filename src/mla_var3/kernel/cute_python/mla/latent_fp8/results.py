@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -100,7 +100,7 @@ def flush(
     publish_tops(state, exchange, t, group)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
     if t < ROWS:
-        # A factor that makes the row relative to what is there; negative for a row that replaces it.
+        # The factor that makes a row relative to what is there; negative where it replaces that.
         top = exchange.tops[t, group]
         rise = top - exchange.carried[t, group]
         factor = Float32(-1.0)
