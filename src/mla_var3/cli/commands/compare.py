@@ -19,7 +19,7 @@ from mla_var3.runtime import workflow
 from mla_var3.runtime.paths import KernelId, find_kernel, output_root, plan_class, timestamp
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype
 from mla_var3.runtime.profiling import profile_plan
-from mla_var3.runtime.profiling.common import stage_figures
+from mla_var3.runtime.profiling.common import kernel_figures, stage_figures
 
 _RUN_OPTIONS = ("prof_type", "bench_runs", "no_autotune", "retune", "check")
 
@@ -128,7 +128,7 @@ def _predicted(plan: KernelPlan, device: str | None) -> comparison.Run:
         device=spec.name,
         params=chosen.params(),
         total=total,
-        stages={kernel.name: stage_figures(kernel, spec, dtype) for kernel in stage.kernels()},
+        stages={figures.name: figures for figures in kernel_figures(stage, spec, dtype)},
     )
 
 

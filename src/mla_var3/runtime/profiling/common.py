@@ -204,6 +204,14 @@ def stage_figures(
     )
 
 
+def kernel_figures(stage: Stage, device: DeviceSpec, dtype: str) -> list[StageFigures]:
+    """Figures of the kernels of a stage, under names of their own."""
+    return [
+        dataclasses.replace(stage_figures(kernel, device, dtype), name=name)
+        for name, kernel in by_unique_name(stage.kernels()).items()
+    ]
+
+
 def header(title: str, record: dict[str, Any]) -> str:
     """Top of a report: front matter for tools, a table for people."""
     rows = [

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from mla_var3.runtime.measure import wait_for_device
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
-from mla_var3.runtime.profiling.common import make_record, profiling_mode, stage_figures
+from mla_var3.runtime.profiling.common import (
+    kernel_figures,
+    make_record,
+    profiling_mode,
+    stage_figures,
+)
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
 from mla_var3.runtime.workflow import RunOptions, planning_device, prepare
 
@@ -23,7 +28,7 @@ def disabled_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
         kernel=prepared.plan.name,
         mode=NsightProfType.DISABLED,
         total=stage_figures(prepared.stage, device, dtype),
-        stages=[stage_figures(k, device, dtype) for k in prepared.stage.kernels()],
+        stages=kernel_figures(prepared.stage, device, dtype),
         check=prepared.check,
         record=make_record(NsightProfType.DISABLED, prepared.plan, prepared.device),
     )

@@ -70,12 +70,12 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
         kernel=plan.name,
         mode=NsightProfType.STATIC,
         total=common.stage_figures(stage, here, dtype),
-        stages=[common.stage_figures(kernel, here, dtype) for kernel in stage.kernels()],
+        stages=common.kernel_figures(stage, here, dtype),
         out_dir=folder,
         record=record,
     )
-    for figures, name in zip(result.stages, by_unique_name(stage.kernels()), strict=True):
-        figures.extra["compile"] = of_kernel[name]
+    for figures in result.stages:
+        figures.extra["compile"] = of_kernel[figures.name]
     parts = [
         common.header(f"{plan.name}, static mode", record),
         "## Compile report\n",

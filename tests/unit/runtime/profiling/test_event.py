@@ -121,6 +121,14 @@ def test_a_kernel_that_runs_twice_has_two_rows_and_two_folders(gpu, tmp_path):
     assert {path.name for path in (tmp_path / "compiled").iterdir()} == {"first", "first.2"}
 
 
+def test_a_kernel_that_runs_twice_is_not_lost_in_other_modes():
+    """Modes without times list the kernels by the same names."""
+    plan = SameTwicePlan()
+    stage = plan.plan(*plan.prepare_inputs("cpu"))
+    rows = common.kernel_figures(stage, H200, "bfloat16")
+    assert [row.name for row in rows] == ["first", "first.2"]
+
+
 def test_timing_holds_the_device_and_comes_after_preparing(gpu):
     event_profile_plan(TwicePlan())
     assert gpu.log == [
