@@ -215,3 +215,24 @@ def test_another_python_means_another_environment(sandbox):
     other = (sandbox.root / "python-outer").read_text().replace("3.11.9", "3.12.1")
     result = sandbox.run(PYTHON=str(write_script(sandbox.root / "python-other", other)))
     assert "it has Python 3.11.9 and 3.12.1 was asked for" in result.stdout
+
+
+@pytest.mark.parametrize("broken", ["", "setup", "test", "test-engines", "docs"])
+def test_ci_runs_every_step_and_fails_with_any(repo_root, tmp_path, broken):
+    """Also with the one beside the others."""
+    (tmp_path / ".ci").mkdir()
+    script = Path(shutil.copy(repo_root / ".ci" / "run", tmp_path / ".ci" / "run"))
+    make = tmp_path / "bin" / "make"
+    make.parent.mkdir()
+    make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/made\n[ "$1" != "{broken}" ]\n')
+    make.chmod(0o755)
+    path = os.pathsep.join([str(make.parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(script)], env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    steps = ["setup", "test", "test-slow", "fuzz", "lint", "docs", "test-engines"]
+    made = (tmp_path / "made").read_text().split()
+    assert sorted(made) == (["setup"] if broken == "setup" else sorted(steps))
+    assert (done.returncode == 0) is not bool(broken), done.stdout
+    assert ("[ci] all passed" in done.stdout) is not bool(broken)
+    assert done.stderr.strip() == (f"[ci] FAILED: {broken}" if broken else "")
