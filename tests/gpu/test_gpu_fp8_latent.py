@@ -290,6 +290,17 @@ def test_packed_trees_of_head_major_queries(generator: torch.Generator) -> None:
         require((output[own], lse[own]), wanted, length)
 
 
+@pytest.mark.parametrize("lengths", [(64, 333, 700), (700,)])
+@FORMAT
+def test_float16_queries(fmt: str, lengths: tuple[int, ...], generator: torch.Generator) -> None:
+    """Whole and split requests: the latter merge partials in bfloat16."""
+    cache = filled(generator, fmt, 64, lengths)
+    q = tuple(part.half() for part in queries(generator, len(lengths), 2, 64))
+    found = mla_latent_attention(*q, cache, kernel=KERNEL)
+    assert found[0].dtype is torch.float16
+    require_batch(found, q, cache.view(), fmt, 2)
+
+
 @FORMAT
 def test_heads_far_apart(fmt: str, generator: torch.Generator) -> None:
     """Some tokens of a large head-major buffer: offsets of the last heads leave 32 bits."""

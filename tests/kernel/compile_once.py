@@ -86,6 +86,7 @@ VARIANTS: dict[str, Variant] = {
         for fmt in FP8_FORMATS
         for columns in (16, 64)
     },
+    "latent fp8, float16": (LATENT_FP8, "fp8", {"columns": 64, "dtype": torch.float16}, {}),
 }
 """A ring is a plan of `RING` on a window that is one. The projections of whole calls have no plan:
 their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format, columns
@@ -188,7 +189,7 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     )  # fmt: skip
 
 
-def fp8_kernel(fmt: str, columns: int) -> Any:
+def fp8_kernel(fmt: str, columns: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The latent kernel on pages of an 8-bit format, as whole calls launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
@@ -196,10 +197,10 @@ def fp8_kernel(fmt: str, columns: int) -> Any:
 
     from . import noted_launch
 
-    operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt)
+    operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt, dtype)
     arguments = noted_launch.arguments(operands)
     per_token = fmt == "fp8_per_token"
-    host = LatentFp8Sm90(ELEMENT_TYPES[torch.bfloat16], columns, per_token, early=True)
+    host = LatentFp8Sm90(ELEMENT_TYPES[dtype], columns, per_token, early=True)
     return CuteKernel(
         kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: host,
         args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,

@@ -24,10 +24,12 @@ B, S, H, SMS = 4, 2, 64, 132
 TILES = S * H // ROWS
 
 
-def paged_operands(device: str, b: int, s: int, h: int, fmt: str = "") -> LatentOperands:
+def paged_operands(
+    device: str, b: int, s: int, h: int, fmt: str = "", element: torch.dtype = torch.bfloat16
+) -> LatentOperands:
     """Operands for a paged cache, of an 8-bit format or else in 16 bits."""
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = element) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     cache = {"latent": zeros(16, 64, 512), "rope": zeros(16, 64, 64)}

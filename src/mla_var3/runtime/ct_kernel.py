@@ -141,6 +141,8 @@ def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
         name = kernel._pyfunc.__name__
         raise KernelCompileError(f"{name}: {first_lines(error)}") from error
     except (OverflowError, ValueError) as error:  # a stride or a grid beyond what it takes
+        if isinstance(error, ValueError) and "Grid" not in str(error):
+            raise
         raise UnsupportedError(f"{kernel._pyfunc.__name__}: {first_lines(error)}") from error
 
 

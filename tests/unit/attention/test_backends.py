@@ -13,6 +13,7 @@ from mla_var3.attention.backends import latent, registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.backends.plan_operands import CUTILE_SERVICES
 from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import mla_latent_attention
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -119,7 +120,8 @@ LARGE = {"b": 1, "s": 4, "t": 4096, "h": 128}
         ("flash_attention:cutile-dsl", {"t": 131071}, "None"),
         ("flash_mla:cutile-dsl", {"s": 32768, "t": MILLION}, "2**31 numbers"),
         ("flash_mla:cutile-dsl", {"s": 32767, "t": MILLION}, "None"),
-        ("flash_mla:cutile-dsl", {"b": 64, "s": 512, "ragged": True}, "2**31 numbers"),
+        ("flash_mla:cutile-dsl", {"b": 256, "s": 2048, "ragged": True}, "None"),
+        ("flash_mla:cutile-dsl", {"ragged": True, "rows_in_32_bits": False}, "packed queries"),
         ("flash_mla:cutile-dsl", {"b": 70000, "h": 16}, "more than 65,535 requests"),
         ("mla_var6_plus:cutile-dsl", {"t": MILLION, "window": 2048}, "None"),
         ("flash_mla:cute-dsl", {"b": 2, "s": 40000, "t": 65536, "tree": True}, "2**31 entries"),
@@ -157,11 +159,27 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
         q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
         q, cache = q.bfloat16(), cache.bfloat16()
         bounds = torch.tensor([0, 2, 3], dtype=torch.int32)
-        for max_q, window in ((2, 5), (2**31 - 1, 2**31 - 1)):
+        for max_q, window in ((2, 5), (100, 100), (2**31 - 1, 2**31 - 1)):
             mla_latent_attention(
                 q, q, (cache, cache), cu_seqlens_q=bounds, max_q=max_q, sliding_window=window,
                 kernel="noted",
             )  # fmt: skip
     finally:
         registry.unregister("noted", "torch")
-    assert [(one.max_q, one.sliding_window) for one in noted] == [(2, 5), (3, 2**30 - 1)]
+    found = [(one.max_q, one.sliding_window) for one in noted]
+    assert found == [(2, 5), (100, 100), (3, 2**30 - 1)]
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(32767, True), (32768, False)])
+def test_packed_queries_are_counted_as_they_are(tokens, fits):
+    """Not by the most of any request times the requests."""
+    q = torch.empty(1, dtype=torch.bfloat16).expand(tokens, 128, 512)
+    cache = torch.zeros(256, 64, 512, dtype=torch.bfloat16)
+    bounds = torch.full((257,), tokens, dtype=torch.int32)
+    bounds[0] = 0
+    view = CacheView(cache, cache[..., :64], torch.full((256,), 64, dtype=torch.int32))
+    task = AttentionTask(
+        q=q, q_rope=q[..., :64], cache=view, w_uk=None, w_uv=None, causal=True, scale=1.0,
+        cu_seqlens_q=bounds, max_q=tokens,
+    )  # fmt: skip
+    assert task.shape().rows_in_32_bits is fits

@@ -25,7 +25,7 @@ from mla_var3.runtime.paths import KernelId, declared_targets, plan_class
 from mla_var3.runtime.stage import Stage, Tiling, constraint_failures
 from mla_var3.runtime.workflow import current_device_spec, planning_device
 
-MOST_REQUESTS = 65535
+GRID_REQUESTS = 65535
 """cuTile's kernels have the requests on the second or third axis of their grid."""
 
 
@@ -114,12 +114,12 @@ class PlannedBackend:
 
 def _refused_sizes(shape: CallShape, service: Service) -> str | None:
     """Which sizes of a call cuTile does not take: strides have 32 bits, a grid's axes 65,535."""
-    if shape.b > MOST_REQUESTS:
-        return f"more than {MOST_REQUESTS:,} requests"
+    if shape.b > GRID_REQUESTS:
+        return f"more than {GRID_REQUESTS:,} requests"
+    if not shape.rows_in_32_bits:
+        return "2**31 numbers or more of packed queries"
     wide = max(shape.d, shape.v)
     queries = shape.s * shape.h * (shape.k if service.latent else wide)
-    if shape.ragged:  # packed: all of them under one stride
-        queries *= shape.b
     tokens = shape.window if service.reads_window else shape.t
     keys = 0 if service.latent else tokens * shape.h * wide
     return "2**31 numbers or more of a request" if max(queries, keys) > MOST else None

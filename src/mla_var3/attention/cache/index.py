@@ -6,6 +6,8 @@ torch where they do not serve.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from mla_var3.attention.cache.kernels import CacheKernels, capturing
@@ -13,6 +15,8 @@ from mla_var3.attention.cache.pages import PagePool
 from mla_var3.attention.cache.sizes import CacheShape
 from mla_var3.attention.cache.storage import Storage
 from mla_var3.attention.cache.tokens import NewTokens, masked_put
+
+log = logging.getLogger(__name__)
 
 
 class CacheIndex:
@@ -69,8 +73,12 @@ class CacheIndex:
         Args:
             taken: int32 `[b]`, what it took.
         """
-        if not capturing(self.lengths):
+        if capturing(self.lengths):
+            return
+        try:
             self.drop(taken)
+        except Exception:  # the first error is the one to raise
+            log.warning("the tokens of a failed append stay counted", exc_info=True)
 
     def placed(self, tokens: NewTokens, taken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Position of each row, int64 `[m]`, and whether it was taken, bool `[m]`.
@@ -142,6 +150,8 @@ class CacheIndex:
         try:
             masked_put(buffer, (target,), buffer[sources.long().clamp(min=0)], sources >= 0)
         except torch.OutOfMemoryError:  # one after the other
+            if capturing(buffer):
+                raise
             for copy, page in zip(target.tolist(), sources.tolist(), strict=True):
                 if page >= 0:
                     buffer[copy].copy_(buffer[page])

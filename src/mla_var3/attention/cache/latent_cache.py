@@ -20,6 +20,7 @@ from mla_var3.attention.cache.copies import (
     fill_ring,
 )
 from mla_var3.attention.cache.index import CacheIndex
+from mla_var3.attention.cache.kernels import capturing
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
 from mla_var3.attention.cache.storage import Storage, stored_as
 from mla_var3.attention.cache.tokens import NewTokens
@@ -436,6 +437,8 @@ class LatentCache:
 
     def _take_back(self, window: Window, taken: torch.Tensor) -> None:
         """Drop tokens of which only some are in the ring."""
+        if capturing(taken):
+            return
         self._forget_whole_ring()
         window.grow(self.lengths)
         self.index.take_back(taken)

@@ -11,7 +11,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,7 +25,6 @@ Shape = Sequence[tuple[str, int | None]]
 """(label, size) per dimension; a size of None takes any."""
 
 DEBUG_VARIABLE = "HYPER_MLA_DEBUG"
-_AUTOCAST_DEVICES = ("cuda", "cpu")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,12 +49,10 @@ def inference(function: F) -> F:
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:
-        kinds = [kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)]
-        if not kinds:
+        enabled = torch.is_autocast_enabled
+        if not (enabled("cuda") or enabled("cpu")):
             return plain(*arguments, **options)
-        with ExitStack() as modes:
-            for kind in kinds:
-                modes.enter_context(torch.autocast(kind, enabled=False))
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
             return plain(*arguments, **options)
 
     return cast("F", run)

@@ -23,7 +23,7 @@ from mla_var3.op.mla.window.formats import FP8
 
 _FLAGS = (
     "causal", "ragged", "tree", "partial", "batch_invariant", "latent_only", "aligned",
-    "whole_copy",
+    "whole_copy", "rows_in_32_bits",
 )  # fmt: skip
 CALL_DTYPES = (*DTYPES, "float32")
 
@@ -55,6 +55,7 @@ class CallShape:
         aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
         whole_copy: whether a ring as long as the cache is known to hold every token; otherwise
             kernels that read all tokens decompressed decompress them in every call.
+        rows_in_32_bits: whether packed queries and outputs have fewer than 2**31 elements each.
     """
 
     b: int
@@ -84,6 +85,7 @@ class CallShape:
     sliding_window: int | None = None
     window_dtype: str | None = None
     whole_copy: bool = True
+    rows_in_32_bits: bool = True
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""

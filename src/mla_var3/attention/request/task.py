@@ -11,6 +11,7 @@ from mla_var3.attention.prefix.groups import DecompressedPrefixes, about_tokens
 from mla_var3.attention.prefix.layout import Prefix, groups_in, is_pageable
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
+from mla_var3.op.mla.problem import MOST
 from mla_var3.op.mla.window.formats import FP8
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
@@ -106,6 +107,7 @@ class AttentionTask:
         d = self.q.shape[-1] if self.w_uk is None else self.w_uk.shape[1]
         p = self.q_rope.shape[-1]
         t = cache.capacity if self.max_kv is None else min(self.max_kv, cache.capacity)
+        widest = max(cache.latent.shape[-1], d, self.width)
         return CallShape(
             b=b,
             s=max(1, self.max_q or mean),
@@ -135,6 +137,7 @@ class AttentionTask:
             cache_dtype=None if cache.format is None else cache.format.name,
             window_dtype=None if cache.window_scales is None else FP8.name,
             whole_copy=cache.window < t or cache.window_start is None or cache.ring_whole,
+            rows_in_32_bits=not ragged or self.q.shape[0] * self.h * widest <= MOST,
         )
 
     def _prefix_copies(self) -> int:

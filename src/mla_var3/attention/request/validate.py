@@ -26,7 +26,7 @@ from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import require_int, require_scale
+from mla_var3.op.mla.problem import MOST, require_int, require_scale
 from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
 
@@ -217,8 +217,8 @@ def _task(
         bounds = [("b+1", b + 1)]
         require_tensor("cu_seqlens_q", query_bounds, bounds, INDEX_DTYPES, device)
         query_bounds = query_bounds.to(torch.int32)
-        if max_q is not None and options.tree_mask is None:
-            max_q = min(max_q, max(1, q.shape[0]))  # the kernels count with 32 bits
+        if max_q is not None and options.tree_mask is None and b * max_q * q.shape[-2] > MOST:
+            max_q = min(max_q, max(1, q.shape[0]))  # kernels count query rows with 32 bits
     else:
         if max_q is not None and max_q != q.shape[1]:
             raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)

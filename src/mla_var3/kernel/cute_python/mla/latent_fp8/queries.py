@@ -48,7 +48,7 @@ def load_queries(
     part = lane // WARP_ROWS
     dtype = queries.dtype
     rope_type = exchange.q_rope.element_type
-    # No warp may still read the last tile's queries, nor its sums.
+    # No warp may still read the last tile's queries.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     # All is asked for before the first number is used: one latency.
     latent = cute.make_rmem_tensor((LANE_COLUMNS, PARTS), dtype)
@@ -100,7 +100,7 @@ def load_queries(
 
 
 def largest(values: cute.Tensor) -> Float32:
-    """The largest magnitude of 16-bit numbers in registers; NaN if one is."""
+    """The largest magnitude of 16-bit numbers in registers; any, if one is NaN, as its row is."""
     words = cute.recast_tensor(values, Int32)
     kind = "bf16x2" if values.element_type is BFloat16 else "f16x2"
     found = words[0]

@@ -61,8 +61,8 @@ def own_words(
 ) -> Int64:
     """Address of the first 16 bytes of this thread's flushed output.
 
-    The tile's partial has the same place, and the float32 of all threads fill it. No thread reads
-    those of another, so they lie in the order in which warps write them, `THREAD_STEP` apart.
+    They fill the slot of the tile's partial, which is written later. No thread reads those of
+    another, so they lie in the order in which warps write them, `THREAD_STEP` apart.
     """
     start = Int64(partial_slot(tile, scheduler)) * (ROWS * LATENT)
     words = cute.recast_ptr(outputs.o_partial, dtype=Float32)

@@ -61,7 +61,8 @@ class Exchange:
         scales: [64, warpgroup] factors by which the maximum of its last block rescales.
         risen: [warpgroup] number of its last block in which a maximum rose.
         row_sum: [64, warpgroup] sums of probabilities.
-        tops, carried: [64, warpgroup] maxima of now and of the output in memory (`flush`).
+        tops, carried: [64, warpgroup] maxima of now and of the output in memory (`flush`); where
+            these have been used, the factors that follow from them.
     """
 
     q: Any
