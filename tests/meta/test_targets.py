@@ -23,7 +23,7 @@ COMPILED = [
     (design, target)
     for number, design in enumerate(DESIGNS)
     for target in (
-        FAMILIES if ":" not in design else (FAMILIES * 2)[number % 5 : number % 5 + 4 : 2]
+        FAMILIES if ":" not in design else (FAMILIES[number % 5], FAMILIES[(number + 2) % 5])
     )
 ]
 """Every design for every family, each of its forms for two; the whole matrix takes twice as long

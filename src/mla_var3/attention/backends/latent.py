@@ -211,7 +211,7 @@ class LatentBackend:
             shards=task.shards,
             shard=task.shard,
             batch_invariant=task.batch_invariant,
-            sliding_window=_window(task.sliding_window),
+            sliding_window=task.sliding_window,
             sms=sms,
             overlap=overlap,
         )
@@ -357,11 +357,6 @@ def _taken(task: AttentionTask) -> _Taken:
 def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """What is taken, and whether it is the memory that was given."""
     return taken, given.data_ptr() == taken.data_ptr()
-
-
-def _window(tokens: int | None) -> int | None:
-    """A sliding window that no difference of positions in 32 bits leaves."""
-    return tokens if tokens is None else min(tokens, MOST // 2)
 
 
 def _are_aligned(tensors: Iterable[torch.Tensor]) -> bool:

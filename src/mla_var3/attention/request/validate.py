@@ -217,8 +217,9 @@ def _task(
         bounds = [("b+1", b + 1)]
         require_tensor("cu_seqlens_q", query_bounds, bounds, INDEX_DTYPES, device)
         query_bounds = query_bounds.to(torch.int32)
+        # Kernels count query rows with 32 bits, and differences of positions: see the window below.
         if max_q is not None and options.tree_mask is None and b * max_q * q.shape[-2] > MOST:
-            max_q = min(max_q, max(1, q.shape[0]))  # kernels count query rows with 32 bits
+            max_q = min(max_q, max(1, q.shape[0]))
     else:
         if max_q is not None and max_q != q.shape[1]:
             raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)
@@ -264,6 +265,7 @@ def _task(
             raise InvalidArgumentError("out", "a place of its own for every value", got)
     if options.scale is not None:
         require_scale(options.scale)
+    window = options.sliding_window
     task = AttentionTask(
         q=q,
         q_rope=q_rope,
@@ -280,7 +282,7 @@ def _task(
         shards=options.shards,
         shard=options.shard,
         batch_invariant=options.batch_invariant,
-        sliding_window=options.sliding_window,
+        sliding_window=None if window is None else min(window, MOST // 2),
         prefix=prefix,
         out=out,
     )

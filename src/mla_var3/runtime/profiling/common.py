@@ -191,11 +191,15 @@ def stage_figures(
     dtype: str,
     time_us: float | None = None,
     spread_us: float | None = None,
+    name: str = "",
 ) -> StageFigures:
-    """Figures of a stage beside its ideal time on a device, at the vendor's peaks."""
+    """Figures of a stage, by its own name unless one is given.
+
+    Beside them its ideal time on a device, at the vendor's peaks.
+    """
     cost = stage.cost()
     return StageFigures(
-        name=stage.name,
+        name=name or stage.name,
         time_us=time_us,
         spread_us=spread_us,
         flops=cost.flops,
@@ -207,7 +211,7 @@ def stage_figures(
 def kernel_figures(stage: Stage, device: DeviceSpec, dtype: str) -> list[StageFigures]:
     """Figures of the kernels of a stage, under names of their own."""
     return [
-        dataclasses.replace(stage_figures(kernel, device, dtype), name=name)
+        stage_figures(kernel, device, dtype, name=name)
         for name, kernel in by_unique_name(stage.kernels()).items()
     ]
 

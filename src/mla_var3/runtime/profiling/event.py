@@ -19,11 +19,11 @@ def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
         stage, spec = prepared.stage, prepared.require_device()
         dtype = plan_dtype(prepared.plan)
         kernels = by_unique_name(stage.kernels())
-        total = _timed(stage.name, stage, spec, dtype, run.bench_runs)
+        total = _timed(stage, spec, dtype, run.bench_runs)
         stages = [total]
         if len(kernels) > 1:
             stages = [
-                _timed(name, kernel, spec, dtype, run.bench_runs)
+                _timed(kernel, spec, dtype, run.bench_runs, name)
                 for name, kernel in kernels.items()
             ]
         result = common.measured_result(NsightProfType.EVENT, prepared, total, stages, folder)
@@ -34,10 +34,11 @@ def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     return result
 
 
-def _timed(name: str, stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> StageFigures:
+def _timed(
+    stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None, name: str = ""
+) -> StageFigures:
     timing = time_gpu(stage.launch, runs=runs)
-    figures = common.stage_figures(stage, spec, dtype, timing.median_us, timing.spread_us)
-    figures.name = name
+    figures = common.stage_figures(stage, spec, dtype, timing.median_us, timing.spread_us, name)
     figures.extra["timing"] = timing.to_dict()
     return figures
 

@@ -63,8 +63,10 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
     dtype = plan_dtype(plan)
     analysis = analyse(timeline, outline(stage))
 
-    def timed(part: Stage, times_us: list[float], extra: dict[str, Any]) -> StageFigures:
-        found = common.stage_figures(part, spec, dtype)
+    def timed(
+        part: Stage, times_us: list[float], extra: dict[str, Any], name: str = ""
+    ) -> StageFigures:
+        found = common.stage_figures(part, spec, dtype, name=name)
         if times_us:
             found.time_us, found.spread_us = percentile(times_us, 50), spread(times_us)
         found.extra.update(extra)
@@ -75,8 +77,8 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
     stages = []
     for leaf, kernel in enumerate(stage.kernels()):
         times = [p.activity.duration / 1e3 for r in analysis.queued if (p := r.of_kernel(leaf))]
-        stages.append(timed(kernel, times, report.kernel_figures(analysis, leaf)))
-        stages[-1].name = analysis.shape.leaves[leaf]
+        name = analysis.shape.leaves[leaf]
+        stages.append(timed(kernel, times, report.kernel_figures(analysis, leaf), name))
     result = common.measured_result(NsightProfType.NSYS, prepared, total, stages, folder)
     result.record["timeline"] = {"how": how}
     common.write_artifacts(result, prepared, _report(result, analysis, stage, how))

@@ -123,9 +123,8 @@ def make_result(session: Session) -> ProfileResult:
     for kernel, measured, found in zip(
         stage.kernels(), session.profiles, measurements(session), strict=True
     ):
-        time_us = measured.figures["time_us"]
-        figures = common.stage_figures(kernel, device, dtype, time_us, measured.spread_us)
-        figures.name = measured.name
+        time_us, spread_us = measured.figures["time_us"], measured.spread_us
+        figures = common.stage_figures(kernel, device, dtype, time_us, spread_us, measured.name)
         figures.extra = {
             **measured.figures,
             "function": measured.main.function,
