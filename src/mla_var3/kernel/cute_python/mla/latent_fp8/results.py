@@ -37,11 +37,6 @@ THREAD_STEP = CONSUMERS * 16
 FOUR = "{ {$r1}, {$r2}, {$r3}, {$r4} }"
 
 
-def own_column(t: Any, group: Any, m: int) -> Any:
-    """The first of this thread's two output columns of M tile m."""
-    return group * HALF + m * 64 + t // 32 * 16 + t % 32 // 4 * 2
-
-
 @cute.jit
 def publish_tops(state: cutlass.Constexpr, exchange: cutlass.Constexpr, t: Int32, group: Int32):
     """The running maxima of this warpgroup into shared memory."""
@@ -209,7 +204,7 @@ def finish(
                 at = tile.base + tile.row + t
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    column = own_column(t, group, 0)
+    column = group * HALF + t // 32 * 16 + t % 32 // 4 * 2  # the first of this thread's
     if tile.split != 0:
         start = Int64(slot) * (slot_rows(outputs.o_partial) * LATENT)
         first = outputs.o_partial + (start + column)
