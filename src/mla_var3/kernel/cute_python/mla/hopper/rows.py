@@ -5,6 +5,8 @@ A warpgroup holds a wgmma accumulator of 64 rows. Each of its threads has two ro
 (column of a pair, group of 8 columns)].
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, const_expr
@@ -153,12 +155,38 @@ def update_max(
 
 
 @cute.jit
-def exponentiate(s: cute.Tensor, top: cute.Tensor, sums: cute.Tensor, factor: Float32):
-    """Scores of two rows to probabilities relative to the running maxima; adds up their sums."""
+def exponentiate(
+    s: cute.Tensor,
+    top: cute.Tensor,
+    sums: cute.Tensor,
+    factor: Float32,
+    in_pairs: cutlass.Constexpr = False,
+):
+    """Scores of two rows to probabilities relative to the running maxima; adds up their sums.
+
+    Args:
+        s: the scores, replaced.
+        top: running maximum per row.
+        sums: sums of this thread's probabilities, updated.
+        factor: from scores to powers of two, the unit of the maxima.
+        in_pairs: add probabilities in pairs. A chain of additions ends later, behind the next
+            barrier, where the other warpgroup's products wait for it
+            (docs/results/2026-11-17-nvidia-h200-sums-in-pairs-rows.json).
+    """
     for r in cutlass.range_constexpr(2):
         p = cute.math.exp2(s[r, None].load() * factor - top[r], fastmath=True)
         s[r, None].store(p)
-        sums[r] = sums[r] + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        if const_expr(in_pairs):
+            sums[r] = sums[r] + sum_in_pairs([s[r, i] for i in range(cute.size(s, mode=[1]))])
+        else:
+            sums[r] = sums[r] + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+
+def sum_in_pairs(numbers: list[Any]) -> Any:
+    """The sum of 2**n numbers, by a tree of additions."""
+    while len(numbers) > 1:
+        numbers = [one + other for one, other in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
 
 
 @cute.jit
