@@ -13,7 +13,7 @@ from mla_var3.bench.record import EIGHT_BIT
 from mla_var3.conf.models import models
 from mla_var3.errors import UnknownNameError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
-from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.runtime.paths import (
     LANGUAGES,
     KernelId,
@@ -378,6 +378,8 @@ def window_cases(
     """
     if n_values is None:
         n_values = sorted({base.t * i // steps for i in range(steps + 1)})
+    for n in n_values:
+        require_int("n", n, minimum=0, maximum=base.t, maximum_name="t")
     pure = [KernelChoice(k) for k in newest(kernels) if k.design in PURE_PATHS]
     windows = [KernelChoice(v, {"n": n}) for v in versions for n in n_values]
     chosen = tuple([KernelChoice(v) for v in versions] + windows + pure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -96,6 +97,7 @@ def guarded(action: Callable[[], int]) -> int:
 
     A bug keeps its traceback; with HYPER_MLA_TRACEBACK=1 every error does.
     """
+    _fit_terminal()
     # torch warns where a CPU has no fast bfloat16 products; the result is right all the same.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
@@ -121,6 +123,14 @@ def guarded(action: Callable[[], int]) -> int:
             end_process()
         usage = isinstance(error, (UsageError, InvalidArgumentError))
         return EXIT_USAGE if usage else EXIT_FAILED
+
+
+def _fit_terminal() -> None:
+    """Print a character that the terminal lacks as "?", and everything where COLUMNS is 0."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if os.environ.get("COLUMNS") == "0":  # rich would print nothing
+        del os.environ["COLUMNS"]
 
 
 def end_process() -> None:

@@ -363,8 +363,9 @@ def _wide_queries(q: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         return q
     if scale is None:
         return q.to(torch.bfloat16)
-    if scale.numel() != 1:
-        raise InvalidArgumentError("descale_q", "one element", list(scale.shape))
+    if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
+        got = list(scale.shape) if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise InvalidArgumentError("descale_q", "a tensor of one element", got)
     return (q.float() * scale.to(q.device, torch.float32).reshape(1)).to(torch.bfloat16)
 
 

@@ -125,9 +125,15 @@ def paged_attention(
     if kernel is None:
         kernel = SERVING_KERNEL if q_latent.is_cuda else "auto"
     view = CacheView(pages.latent, pages.rope, lengths, block_table, scales=pages.scales)
+    if q_latent.dim() != 3:
+        raise InvalidArgumentError("q_latent", "[tokens, h, k]", list(q_latent.shape))
     tokens, h, k = q_latent.shape
+    # The rows are sliced or divided by request below, which would hide others.
+    for name, given in (("q_rope", q_rope), ("out", out)):
+        if given is not None and given.shape[:1] != (tokens,):
+            raise InvalidArgumentError(name, f"[tokens={tokens}, h, ...]", list(given.shape))
     options: dict[str, Any] = {}  # only what is given, so that the key of the call stays short
-    if total_lengths is not None:
+    if total_lengths is not None or shards != 1 or shard != 0:
         options |= {"total_lengths": total_lengths, "shards": shards, "shard": shard}
     if batch_invariant:
         options["batch_invariant"] = True
@@ -136,7 +142,7 @@ def paged_attention(
         if tokens != b * max_q:
             raise InvalidArgumentError("q_latent", f"{b} requests x {max_q} tokens", tokens)
         shape = (b, max_q, h)
-        into = None if out is None else out.view(*shape, k)
+        into = None if out is None else out.unflatten(0, shape[:2])
         output, lse = mla_latent_attention(
             q_latent.unflatten(0, shape[:2]), q_rope.unflatten(0, shape[:2]), view, kernel=kernel,
             scale=scale, causal=causal, tree_mask=tree_mask, out=into, **options,

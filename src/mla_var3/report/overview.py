@@ -85,6 +85,10 @@ class OverviewOptions:
     on_end: StepHook = lambda step: None
     on_lost: Callable[[Path], None] | None = None
 
+    def __post_init__(self) -> None:
+        # Checks both, also where nothing is measured.
+        session.SessionOptions(tune_seconds=self.tune_seconds, peer_libs=self.peer_libs)
+
 
 @dataclass
 class Step:

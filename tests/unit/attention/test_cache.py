@@ -240,6 +240,14 @@ def test_refill_brings_tokens_back(most, generator):
             assert torch.equal(cache.window.k_rope_new[request, x % 8], tokens[request][x, K:])
 
 
+def test_a_cache_without_a_window_takes_weights_of_any_width():
+    """So that a rollback is one call, whether the cache has a window or not."""
+    cache = LatentCache.allocate(2, 8, k=K, p=P, dtype=torch.float32)
+    cache.append(*rows(5, 5))
+    cache.truncate([3, 1], w_uk=torch.randn(H, D, K), w_uv=torch.randn(H, K, D + 1))
+    assert held(cache) == [[0, 1], [1000, 1001, 1002, 1003]]
+
+
 def test_a_prefix_is_shared_and_stays(generator):
     for page_size in (None, 64):
         cache = make_cache(2, 200, page_size=page_size, prefix=64, window=4)

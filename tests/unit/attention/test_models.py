@@ -114,6 +114,21 @@ def test_packed_queries_and_a_given_output():
     assert error(out.view_as(expected), expected) < 1e-2
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_invariant_call_of_a_model_without_rope(packed):
+    problem, inputs = case(mla_var3.model("glm-5.3-flash").widths, 5, 3, True)
+    assert problem.p == 0
+    expected, _ = exact(problem, inputs)
+    queries, options = (inputs.q_nope, inputs.q_rope), {}
+    if packed:
+        queries = tuple(rows.flatten(0, 1) for rows in queries)
+        options = {"cu_seqlens_q": torch.tensor([0, 3, 6], dtype=torch.int32)}
+    found = mla_var3.mla_attention(
+        *queries, filled(problem, inputs), inputs.w_uk, inputs.w_uv, batch_invariant=True, **options
+    )
+    assert error(found.view_as(expected), expected) < 1e-2
+
+
 def test_kernels_that_need_equal_widths_refuse_by_name():
     sizes = {"b": 32, "s": 4, "t": 4096, **mla_var3.model("glm-4.7-flash").sizes(4)}
     found = mla_var3.explain(**sizes, window=4096, device_name="H200")

@@ -54,6 +54,18 @@ def test_compile_follows_the_cache_and_fills_out(call):
     torch.testing.assert_close(out, expected)
 
 
+def test_compile_with_another_scale(call):
+    """From the second one on the compiled program takes any."""
+    q_nope, q_rope, cache, model = call
+
+    def layer(scale: float) -> torch.Tensor:
+        return mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, scale=scale)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for scale in (0.3, 0.4, 0.5):
+        torch.testing.assert_close(compiled(scale), layer(scale))
+
+
 def test_compile_of_latent_and_packed_queries(call):
     _, q_rope, cache, _ = call
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)

@@ -168,6 +168,12 @@ def int32(*values: Any) -> torch.Tensor:
         ),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 3)}, "cu_seqlens_q: expected ascending bounds"),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 7)}, "cu_seqlens_q: expected ascending bounds"),
+        (
+            {},
+            {**PACKED, "cu_seqlens_q": torch.tensor([0, 4, 2**32 + 6])},
+            "cu_seqlens_q: expected ascending bounds",
+        ),
+        ({}, {"total_lengths": [2**32, 5]}, r"total_lengths\[0\]: .* 2147483647, got 4294967296"),
         ({}, {**PACKED, "max_q": 2}, "max_q: expected at least 3, got 2"),
         ({}, {"lengths": [129, 1]}, r"lengths\[0\]: expected a number from 0 to t=128, got 129"),
         ({}, {"lengths": [-1, 5]}, r"lengths\[0\]: expected a number from 0 to t=128, got -1"),

@@ -25,6 +25,8 @@ BAD = {
     "run --language=cute-dsl": "--language: expected a kernel beside it, got none",
     "run --b=0": "b: expected a positive integer, got 0",
     "run --quick --device=cpu --out_dir=file": FOLDER,
+    "run --device=cpu --tune_seconds=-1": "tune_seconds: expected a number of at least 0, got -1",
+    "run --device=cpu --peer_libs=nowhere": "peer_libs: expected a folder, got nowhere",
     f"{SMALL_RUN} --seed={HUGE}": "seed: expected an integer from -9223372036854775808 to",
     f"{SMALL_RUN} --num_ctas=3": "tiling: expected compiler hints of cuTile, got num_ctas",
     "predict extra": "unexpected argument 'extra'",
@@ -61,6 +63,8 @@ BAD = {
     "bench all --n=1": "only the suite var6_plus has it",
     "bench engine --kernels=flash_mla": "only the suite all or sweep has it",
     "bench var6_plus --n=": "--n: expected a comma list, each an integer, got ''",
+    "bench var6_plus --n=0,-1": "n: expected an integer from 0 to t=4096, got -1",
+    "bench var6_plus --t=64 --n=65": "n: expected an integer from 0 to t=64, got 65",
     "bench sweep --kernels=flash_mlb": "did you mean 'flash_mla'",
     "bench all --kernels=": "--kernels: expected a comma list, each text, got ''",
     "bench all --for_device=H999": "unknown device 'H999'",
@@ -92,6 +96,7 @@ BAD = {
     "compare flash_mla flash_mla --static --check": "--check: not together with --static",
     "compare flash_mla flash_mla --static --b=0": "b: expected",
     "compare flash_mla flash_attention --static --out_dir=file": f"{FOLDER} (File exists)",
+    f"accuracy --quick --seed={HUGE}": "seed: expected an integer from -2147483647 to 2147483647",
     "profile": "expected the name of a kernel",
     "profile mla_var6_plus v99": "v99",
     "profile flash_mla --prof_type=static --out_dir=file": f"{FOLDER} (File exists)",
@@ -165,6 +170,15 @@ def test_a_folder_without_permission(tmp_path, monkeypatch, capsys):
     assert "out_dir: expected a folder that can be written to, got folder (no pe" in captured.err
     assert not captured.out
     assert not list((tmp_path / "folder").iterdir())
+
+
+def test_accuracy_makes_its_folder_before_it_measures(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "mla_var3.report.accuracy.measure", lambda *_, **__: pytest.fail("measured")
+    )
+    assert main(["accuracy", "--quick", "--json", "--out_dir=file"]) == 2
+    captured = capsys.readouterr()
+    assert FOLDER in captured.err and not captured.out
 
 
 def test_predictions_for_a_whole_prompt_come_soon(capsys):

@@ -5,6 +5,7 @@ import sys
 
 from mla_var3.cli import console
 from mla_var3.cli.console import guarded
+from mla_var3.cli.main import main
 from mla_var3.errors import DeviceTimeoutError
 
 
@@ -26,6 +27,25 @@ def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
         process.stdout.close()
         errors = process.stderr.read()
     assert errors == ""
+
+
+def test_a_terminal_without_the_characters_gets_the_result(package_environment, tmp_path):
+    code = "from mla_var3.cli.main import main; raise SystemExit(main(['plan', '--budget=2GiB']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**package_environment, "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and not done.stderr
+    assert "written: " in done.stdout and " ?s" in done.stdout
+
+
+def test_no_columns_are_no_reason_to_print_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["choose", "--b=0"]) == 2
+    assert "error: b: expected a positive integer, got 0" in capsys.readouterr().err
 
 
 def interrupted(note: str = "") -> int:

@@ -168,6 +168,16 @@ def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             InvalidArgumentError,
             r"k_cache: expected rows of 72 \(fp8\), ",
         ),
+        (
+            {
+                "is_fp8_kvcache": True,
+                "k_cache": pages(64, 1, 72, dtype=torch.uint8),
+                "q": torch.zeros(1, 1, 2, 72).to(E4M3),
+                "descale_q": 0.5,
+            },
+            InvalidArgumentError,
+            "descale_q: expected a tensor of one element, got float",
+        ),
         ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits: expected None"),
         (
             {"tile_scheduler_metadata": 3},

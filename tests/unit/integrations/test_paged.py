@@ -127,6 +127,36 @@ def test_uniform_batches_need_all_their_rows():
         batch.attend(query_start_loc=None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shards": 2, "shard": 1}, "shards: expected total_lengths beside it, got none"),
+        ({"shard": 1}, "shard: expected an integer from 0 to 0, got 1"),
+        ({"out": torch.zeros(H, 2, K)}, r"out: expected \[tokens=2, h, .* got \[4, 2, 512\]"),
+        ({"out": torch.zeros(3, H, K)}, r"out: expected \[tokens=2, h, .* got \[3, 4, 512\]"),
+        ({"out": torch.zeros(2, K, H)}, r"out: expected \[.* got \[2, .*512, 4\]"),
+        (
+            {"q_latent": torch.zeros(1, H, K)},
+            r"q_rope: expected \[tokens=1, h, .* got \[2, 4, 64\]",
+        ),
+        ({"q_latent": torch.zeros(2, 1, H, K)}, r"q_latent: expected \[tokens, h, k\], got"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_refused(packed, changes, message):
+    """Not taken for something else: no shard for a whole cache, no other order of rows."""
+    batch = Batch([1, 1], [65, 7])
+    uniform = {} if packed else {"query_start_loc": None}
+    with pytest.raises(InvalidArgumentError, match=message):
+        batch.attend(**uniform, **changes)
+
+
+def test_the_scale_of_pages_is_a_tensor():
+    cache = torch.zeros(2, 64, 576, dtype=torch.uint8)
+    with pytest.raises(InvalidArgumentError, match="scale: expected one float32 .* got float"):
+        paged.Pages.of(cache, K, 0.5)
+
+
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("packed", "tree"), [(True, False), (False, True)])
 def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tree, cache_dtype):

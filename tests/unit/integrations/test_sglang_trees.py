@@ -1,4 +1,4 @@
-"""Masks of draft trees as SGLang hands them over, on stand-ins for its two modules."""
+"""Steps and masks of draft trees as SGLang hands them over, on stand-ins for its two modules."""
 
 from __future__ import annotations
 
@@ -63,6 +63,36 @@ def verification(b: int, **spec: Any) -> SimpleNamespace:
         forward_mode=mode, batch_size=b, seq_lens=lengths, seq_lens_cpu=lengths,
         req_pool_indices=torch.arange(b), spec_info=SimpleNamespace(**spec),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("p", [4, 0])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_decode_step_with_and_without_rope(backend, generator, p, apart):
+    """Queries come flat, with or without their rope part beside them."""
+    b, h, k = 2, 3, 8
+    rows = torch.randn((128, 1, k + p), generator=generator)
+    q = torch.randn((b, h, k + p), generator=generator)
+    backend.k, backend._layers = k, {}
+    backend.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: rows)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    backend.forward_metadata = SimpleNamespace(
+        block_table=table, lengths=torch.tensor([64, 7], dtype=torch.int32), max_q=1,
+        query_start_loc=None, tree_mask=None,
+    )  # fmt: skip
+    layer = SimpleNamespace(
+        tp_q_head_num=h, head_dim=k + p, v_head_dim=k, scaling=0.5, layer_id=0, k_scale=None
+    )
+    if apart:
+        parts = q[..., :k].flatten(1), None, None, layer, None, False, q[..., k:]
+    else:
+        parts = q.flatten(1), None, None, layer, None, False
+    found = backend.forward_decode(*parts).view(b, h, k)
+    for request, length in enumerate((64, 7)):
+        tokens = rows[64 * request :][:length, 0].double()
+        weights = (q[request].double() @ tokens.T * 0.5).softmax(-1)
+        torch.testing.assert_close(
+            found[request].double(), weights @ tokens[:, :k], atol=1e-5, rtol=1e-4
+        )
 
 
 def test_more_requests_than_the_buffer_has(backend, generator):

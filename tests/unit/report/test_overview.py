@@ -179,8 +179,8 @@ def test_the_time_of_tuning_is_an_option(gpu, capsys):
 
 
 def test_peers_may_lie_in_a_folder(gpu, tmp_path, capsys):
-    assert main(["run", "--device=cuda", f"--peer_libs={tmp_path / 'none'}"]) == 1
-    assert "peer_libs: expected a folder" in capsys.readouterr().out
+    assert main(["run", "--device=cuda", f"--peer_libs={tmp_path / 'none'}"]) == 2
+    assert "peer_libs: expected a folder" in capsys.readouterr().err
     assert main(["run", "--device=cuda", f"--peer_libs={tmp_path}"]) == 0
 
 

@@ -72,7 +72,7 @@ def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
                 f"{TORCH_TILED}: batch_invariant with cu_seqlens_q needs a kernel on a GPU"
             )
         bounds = task.cu_seqlens_q.tolist()
-    rows, rope = (q.reshape(-1, *q.shape[-2:]) for q in (task.q, task.q_rope))
+    rows, rope = (q.flatten(0, -3) for q in (task.q, task.q_rope))
     output = task.q.new_zeros((*task.q.shape[:-1], task.width))
     lse = task.q.new_full(task.q.shape[:-1], -math.inf, dtype=torch.float32)
     flat, flat_lse = output.view(-1, task.h, task.width), lse.view(-1, task.h)

@@ -483,8 +483,9 @@ class LatentCache:
 
     def _require_weights(self, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
         shape = self._shape
-        h, d, k = ("h", shape.heads or None), ("d", shape.head_dim), ("k", shape.k)
+        # Without decompressed parts the widths of the heads are the caller's.
+        d, v = (shape.head_dim, shape.value_dim) if shape.heads else (None, None)
+        h, k = ("h", shape.heads or None), ("k", shape.k)
         dtypes, device = [self.storage.dtype], self.buffer.device
-        require_tensor("w_uk", w_uk, [h, d, k], dtypes, device)
-        v = ("v", shape.value_dim if shape.heads else None)
-        require_tensor("w_uv", w_uv, [h, k, v], dtypes, device)
+        require_tensor("w_uk", w_uk, [h, ("d", d), k], dtypes, device)
+        require_tensor("w_uv", w_uv, [h, k, ("v", v)], dtypes, device)

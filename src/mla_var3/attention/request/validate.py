@@ -20,6 +20,7 @@ from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     index_tensor,
+    require_bounds,
     require_tensor,
 )
 from mla_var3.attention.request.debug import check_values
@@ -216,7 +217,9 @@ def _task(
     if query_bounds is not None:
         bounds = [("b+1", b + 1)]
         require_tensor("cu_seqlens_q", query_bounds, bounds, INDEX_DTYPES, device)
-        query_bounds = query_bounds.to(torch.int32)
+        if query_bounds.dtype is not torch.int32:
+            require_bounds("cu_seqlens_q", query_bounds, q.shape[0])  # 32 bits would cut them
+            query_bounds = query_bounds.to(torch.int32)
         # Kernels count query rows with 32 bits, and differences of positions: see the window below.
         if max_q is not None and options.tree_mask is None and b * max_q * q.shape[-2] > MOST:
             max_q = min(max_q, max(1, q.shape[0]))
@@ -246,7 +249,8 @@ def _task(
         if tree is not None:
             raise InvalidArgumentError("tree_mask", "none with shards", "a tree")
     if total is not None:
-        total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32)
+        limits = (-MOST, MOST, "")  # negative where a rank has later tokens only
+        total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32, limits)
     prefix = None if options.prefix is None else sharing(options.prefix)
     if prefix is not None:
         require_groups(groups_in(prefix), view)

@@ -35,11 +35,16 @@ def add_arguments(parser: Parser) -> None:
 def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
     """Measure, print and write the errors."""
     values = parser.parse(argv)
-    from mla_var3.op.mla.problem import require_scale
+    from mla_var3.op.mla.problem import MOST, require_int, require_scale
     from mla_var3.report.accuracy import accuracy_plot, cases, kernel_here, measure, read_latents
 
     require_scale(values["scale"])
+    require_int("seed", values["seed"], minimum=-MOST, maximum=MOST)
     given = None if values["latents"] is None else read_latents(values["latents"])
+    out_dir = values["out_dir"]
+    if out_dir is None and not values["json"]:
+        out_dir = output_root() / "accuracy" / timestamp()
+    folder = None if out_dir is None else make_folder(out_dir)
     options = {"scale": values["scale"], "seed": values["seed"]}
     rows: list[AccuracyRow] = []
     kernel = kernel_here()
@@ -54,9 +59,8 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
         print_json(record)
     else:
         _print(rows, values["scale"], kernel)
-    if values["out_dir"] is None and values["json"]:
+    if folder is None:
         return 0
-    folder = make_folder(values["out_dir"] or output_root() / "accuracy" / timestamp())
     write_json(folder / "accuracy.json", record)
     write_atomic(folder / "accuracy.md", table(*_cells(rows)) + "\n")
     written = [folder / "accuracy.json", folder / "accuracy.md"]

@@ -242,10 +242,11 @@ class HyperMLABackend(AttentionBackend):
             q, q_rope = q[..., : self.k], q[..., self.k :]
         meta = self.forward_metadata
         assert meta is not None
+        q = q.view(-1, heads, self.k)
+        q_rope = q_rope.view(q.shape[0], heads, width - self.k)  # no rope: no -1 for the tokens
         output, _lse = paged.paged_attention(
-            q.view(-1, heads, self.k), q_rope.view(-1, heads, width - self.k), self._pages(layer),
-            meta.block_table, meta.lengths, scale=layer.scaling, max_q=meta.max_q,
-            query_start_loc=meta.query_start_loc, tree_mask=meta.tree_mask,
+            q, q_rope, self._pages(layer), meta.block_table, meta.lengths, scale=layer.scaling,
+            max_q=meta.max_q, query_start_loc=meta.query_start_loc, tree_mask=meta.tree_mask,
         )  # fmt: skip
         return output.reshape(-1, heads * layer.v_head_dim)
 

@@ -250,6 +250,8 @@ def _rounded(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _one_scale(scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if scale is None:
         return torch.ones((1,), dtype=torch.float32, device=device)
+    if not isinstance(scale, torch.Tensor):
+        raise InvalidArgumentError("scale", f"one float32 on {device}", type(scale).__name__)
     if scale.numel() != 1 or scale.dtype is not torch.float32 or scale.device != device:
         got = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
         raise InvalidArgumentError("scale", f"one float32 on {device}", got)

@@ -202,7 +202,7 @@ def require_scale(scale: object) -> None:
     expected = "a positive finite number or None"
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidArgumentError("scale", expected, repr(scale))
-    if not math.isfinite(scale) or scale <= 0:
+    if not 0 < scale < math.inf:  # no call of `math`: a traced program may bring any scale
         raise InvalidArgumentError("scale", expected, scale)
     if scale >= 2.0**128:
         raise InvalidArgumentError("scale", expected, f"{scale}, which float32 cannot hold")

@@ -1,6 +1,7 @@
 """The one model of time: against the records, and the same number from every command."""
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -194,6 +195,12 @@ def test_a_window_of_every_token_has_no_latent_tiles():
         found("mla_var6_plus", Workload(problem, n=n), "cutile-dsl") for n in (1024, 4096)
     )
     assert exact.fitted and exact.kernel_us == larger.kernel_us
+
+
+@pytest.mark.parametrize("spec", [H200, device_spec("NVIDIA B200")], ids=lambda spec: spec.name)
+def test_requests_without_tokens_have_times(spec):
+    times = design_estimates(replace(HEADLINE, lengths=(0,) * 32), spec)
+    assert all(0 <= time.call_us < math.inf for time in times.values())
 
 
 def test_the_mix_is_never_advised_on_an_h200():

@@ -204,7 +204,7 @@ def _mix_by_rates(
             target, problem, time_us, [parts.heads], around, heads=parts.heads, choice={"n": n}
         )
     query_us = _part_us(target, QUERY_PROJECTION, query_projection_cost(problem), problem.dtype)
-    tiles = _latent_tiles(problem) if n < longest else 0
+    tiles = _latent_tiles(problem) if n < longest or n == 0 else 0
     tiles += _head_tiles(problem) if n else 0
     attention = attention_block_specialized_cost(problem, n, form)
     combine = decompress_combine_cost(problem)
