@@ -169,8 +169,8 @@ def exponentiate(
         top: running maximum per row.
         sums: sums of this thread's probabilities, updated.
         factor: from scores to powers of two, the unit of the maxima.
-        in_pairs: add probabilities in pairs. A chain of additions ends later, behind the next
-            barrier, where the other warpgroup's products wait for it
+        in_pairs: add probabilities in pairs. A chain of additions ends later: in the latent kernel
+            behind the next barrier, in front of a product
             (docs/results/2026-11-17-nvidia-h200-sums-in-pairs-rows.json).
     """
     for r in cutlass.range_constexpr(2):
