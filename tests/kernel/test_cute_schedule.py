@@ -35,16 +35,19 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
     aligned_span,
     group_shape,
+    in_halves,
     partial_count,
     range_begins,
 )
 from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
+    CLUSTER,
     ITEM_COST,
     MERGE_COST,
     Batch,
     PackedQueries,
     aligning_pays,
+    half_of,
     range_position,
     shortest_span,
     span_step,
@@ -400,7 +403,7 @@ class Warp:
 
 RANGE_FUNCTIONS = (
     "tokens_of", "kv_blocks", "packed_queries", "item_count", "lane_items", "work_range",
-    "aligned_span", "ranges_of", "inclusive_sum", "aligned_range", "split_range",
+    "divided_range", "aligned_span", "ranges_of", "inclusive_sum", "aligned_range", "split_range",
     "split_in_request",
 )  # fmt: skip
 
@@ -419,13 +422,15 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
     warp = Warp(draw.choice((0.0, 2.0)))
     for name in RANGE_FUNCTIONS:
         monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
-    kinds = {"Int32": Number, "Float32": Real}
+    kinds = {"Int32": Number, "Float32": Real, "Boolean": bool}
     for name, value in {**kinds, "cute": warp.cute, "cutlass": warp.cutlass}.items():
         monkeypatch.setattr(device, name, value)
     requests, most = draw.choice((1, 5, 16, 32, 33, 70)), draw.choice((700, 5000, 200_000))
     lengths = [Number(draw.randint(most // 2, most)) for _ in range(requests)]
     lengths[draw.randrange(requests)] = Number(draw.choice((0, most)))
     shape = GroupShape(draw.choice((1, 2)), draw.choice((1, 1, 3)), draw.choice((66, 132)))
+    if shape.group_count >= CLUSTER * requests * shape.visits:
+        shape = dataclasses.replace(shape, cluster_ctas=CLUSTER)
     queries = 64 * shape.group_ctas * shape.visits
     counts = [draw.choice((0, 1, queries // 2, queries)) for _ in lengths]
     packed, items = None, None
@@ -446,13 +451,20 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
     batch = Batch(
         lengths, Number(requests), Number(shape.visits), Number(0), Number(1 << 30), None, packed
     )
+    halves = in_halves(lengths, shape, items)
     for group in (0, 1, shape.group_count // 3, shape.group_count - 2, shape.group_count - 1):
         found = warp.run(
             lambda group=group: device.work_range(
-                batch, 0, Number(shape.group_ctas), Number(group), Number(shape.group_count)
+                batch, 0, Number(shape.group_ctas), Number(group), Number(shape.group_count),
+                shape.cluster_ctas > 1,
             )
         )  # fmt: skip
         assert len({dataclasses.astuple(one) for one in found}) == 1, "lanes differ"
+        assert found[0].halves == halves
+        if halves:  # the item of this group and its neighbour, and no other
+            assert (found[0].begin, found[0].begin_block) == (group // 2, 0)
+            assert found[0].step == shape.group_count
+            continue
         begin, end = ((group, 0), (requests * shape.visits, 0)) if turns else ranges[group]
         own, per_request = found[0], items or [shape.visits] * requests
         assert (own.begin, own.begin_block) == begin
@@ -460,6 +472,47 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
         assert len({trimmed(one, per_request, shape.visits) for one in ends}) == 1
         # Groups behind those that have work have none.
         assert group < own.groups or ranges[group][0] == ranges[group][1]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_halves_of_an_item_have_all_its_blocks(step):
+    for blocks in range(200):
+        half = half_of(blocks, step)
+        assert half % step == 0 and half <= blocks + 1
+        first, second = min(blocks, half), max(blocks - half, 0)
+        assert first + second == blocks and first - second < 2 * step
+
+
+@pytest.mark.parametrize(
+    ("requests", "heads", "lengths", "pays"),
+    [
+        (64, 16, (4096, 4096), True),
+        (64, 16, (2048, 4096), True),
+        (64, 16, (1024, 1024), True),
+        (64, 16, (100, 100), False),  # nothing to divide
+        (64, 16, (64, 4096), False),  # one request would keep two CTAs busy while others idle
+        (40, 16, (4096, 4096), False),  # 80 of 132 SMs
+        (16, 16, (4096, 4096), False),
+        (16, 16, (512, 512), True),
+        (32, 128, (4096, 4096), True),
+    ],
+)
+def test_halves_pay_where_they_use_most_sms_or_little_is_to_do(requests, heads, lengths, pays):
+    """The shapes of docs/results/2026-11-17-nvidia-h200-cluster-rows.json, and extremes."""
+    shape = group_shape(-(-heads // 64), requests, DEFAULT_SM_COUNT)
+    assert shape.cluster_ctas == CLUSTER
+    short, longest = lengths
+    mixed = [short + (longest - short) * i // max(requests - 1, 1) for i in range(requests)]
+    if short == 64:
+        mixed = [short] * (requests - 1) + [longest]
+    assert in_halves(mixed, shape) == pays
+    assert partial_count(mixed, shape) == 0 or not pays
+    assert not in_halves(mixed, dataclasses.replace(shape, cluster_ctas=1))
+
+
+@pytest.mark.parametrize(("requests", "heads"), [(67, 16), (34, 128), (33, 130), (256, 16)])
+def test_items_with_less_than_two_groups_are_not_shared(requests, heads):
+    assert group_shape(-(-heads // 64), requests, DEFAULT_SM_COUNT).cluster_ctas == 1
 
 
 def has_rows(rows: Sequence[int], item: int, shape: GroupShape, rank: int) -> bool:

@@ -96,14 +96,18 @@ def test_a_row_sees_its_window_once(data):
     blocks = [ranges.kv_blocks(batch, r) for r in range(len(counts))]
     packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
+    halves, behind = draw(st.booleans()), len(counts) * shape.visits
     borders = range_begins([count * KV_BLOCK for count in blocks], shape, items)
+    parts = [WorkRange(*begin, *end, 1, 0, 1) for begin, end in itertools.pairwise(borders)]
+    if halves:  # two groups share every item
+        parts = [WorkRange(g // 2, 0, behind, 0, behind, 0, 1, True) for g in range(2 * behind)]
     seen: dict[tuple[int, int], set[int]] = {}
-    for group, (begin, end) in enumerate(itertools.pairwise(borders)):
+    for group, part in enumerate(parts):
         for rank in range(ctas):
             scheduler = Scheduler(
-                WorkRange(*begin, *end, 1, 0, 1), lengths, total_lengths, begins, None, queries,
+                part, lengths, total_lengths, begins, None, queries,
                 begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
-                sliding, group, rank,
+                sliding, group, rank, halves,
             )  # fmt: skip
             tile = scheduler.first_tile()
             while tile.valid:

@@ -38,6 +38,12 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.cluster import (
+    meet,
+    send_row,
+    send_values,
+    weights,
+)
 from mla_var3.kernel.cute_python.mla.latent.mask import (
     first_hidden,
     needs_mask,
@@ -53,7 +59,8 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     arrive,
     block_parts,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import partial_slot
+from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ def compute_few(
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     strict: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
 ):
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
@@ -98,6 +106,7 @@ def compute_few(
         columns: query rows, rounded up to a multiple of 8.
         dtype: element type.
         strict: see `arrive`.
+        mailbox: `Mailbox` of a kernel with clusters, else None.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -229,6 +238,9 @@ def compute_few(
                         cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
                     compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, odd_parts)
                     warpgroup.wait_group(0)
+        if const_expr(scheduler.clusters):
+            if tile.split == Split.HALF:
+                merge_halves_few(o, sums, exchange, mailbox, t, group, scheduler, columns)
         finish_few(o, sums, exchange, outputs, tile, t, group, scheduler, columns, dtype)
         q_phase ^= 1
         tile = following
@@ -342,6 +354,75 @@ def rescale_few(o: cute.Tensor, scale: cute.Tensor, columns: cutlass.Constexpr):
 
 
 @cute.jit
+def merge_halves_few(
+    o: cute.Tensor,
+    sums: cute.Tensor,
+    exchange: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Merge the half of this CTA with that of the other one of its cluster, see `cluster.py`.
+
+    Behind it the warpgroup that keeps its columns has the sums of both halves, and `exchange` their
+    maxima.
+    """
+    row_max, warp_rows = exchange.row_max, exchange.warp_rows
+    lane = t % 32
+    rank = scheduler.group % CLUSTER
+    publish_sums(sums, warp_rows, t, group, columns)
+    meet()  # and no warp of the cluster reads its KV blocks any more
+    totals = cute.make_rmem_tensor((2, columns // 8), Float32)
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            row = own_row(j, e, lane)
+            totals[e, j] = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
+            sums[e, j] = Float32(0.0)
+            if group != rank and t < 4:
+                send_row(totals[e, j], row_max[row, 1], row, mailbox, 1 - rank)
+    if group != rank:
+        send_values(o, mailbox, 1 - rank, t)
+    meet()
+    if group == rank:
+        own, other = (cute.make_rmem_tensor((2, columns // 8), Float32) for _ in range(2))
+        tops = cute.make_rmem_tensor((2, columns // 8), Float32)
+        for j in cutlass.range_constexpr(columns // 8):
+            for e in cutlass.range_constexpr(2):
+                row = own_row(j, e, lane)
+                total, tops[e, j], own[e, j], other[e, j] = weights(
+                    totals[e, j], row_max[row, 1], mailbox.rows[row, 0], mailbox.rows[row, 1]
+                )
+                if t < 4:
+                    sums[e, j] = total
+        sync_warpgroup(WARPGROUP_BARRIERS[0] + group)  # all have read the maxima
+        for j in cutlass.range_constexpr(columns // 8):
+            for e in cutlass.range_constexpr(2):
+                if t < 4:
+                    row_max[own_row(j, e, lane), 1] = tops[e, j]
+            for m_tile in cutlass.range_constexpr(cute.size(o) // columns * 2):
+                received = mailbox.values[None, t, m_tile * (columns // 8) + j].load()
+                for r in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        value = o[(e, j), (r, m_tile)] * own[e, j]
+                        o[(e, j), (r, m_tile)] = value + received[2 * r + e] * other[e, j]
+
+
+@cute.jit
+def publish_sums(
+    sums: cute.Tensor, warp_rows: cute.Tensor, t: Int32, group: Int32, columns: cutlass.Constexpr
+):
+    """Write the sums of this warp's probabilities for the other warps."""
+    lane = t % 32
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            total = reduce_lanes(sums[e, j], operator.add)
+            if lane < 4:
+                warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = total
+
+
+@cute.jit
 def finish_few(
     o: cute.Tensor,
     sums: cute.Tensor,
@@ -358,11 +439,7 @@ def finish_few(
     lse, lse_partial, warp_rows = outputs.lse, outputs.lse_partial, exchange.warp_rows
     k, half = outputs.widths.k, outputs.widths.half
     lane = t % 32
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            total = reduce_lanes(sums[e, j], operator.add)
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = total
+    publish_sums(sums, warp_rows, t, group, columns)
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     slot = partial_slot(tile, scheduler)
     for j in cutlass.range_constexpr(columns // 8):
@@ -373,7 +450,12 @@ def finish_few(
             column = own_token(t, group * half)
             writes_lse = group == 0 and t < 4
             exists = row < tile.rows
-            if exists and tile.split != 0:
+            partial = tile.split != 0
+            if const_expr(scheduler.clusters):
+                if tile.split == Split.HALF:
+                    partial = Boolean(False)
+                    exists = exists and group == scheduler.group % CLUSTER
+            if exists and partial:
                 if writes_lse:
                     lse_partial[slot * ROWS + row] = lse_log2
                 start = (Int64(slot) * ROWS + row) * k + column

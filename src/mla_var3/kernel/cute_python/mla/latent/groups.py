@@ -7,14 +7,16 @@ host.
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
+    CLUSTER,
     ITEM_COST,
     LONGEST_ALIGNED,
     SPANS,
     aligning_pays,
+    halves_pay,
     range_position,
     shortest_span,
     span_step,
@@ -53,11 +55,13 @@ class GroupShape:
         group_ctas: CTAs of a CTA group.
         visits: visits of a request by a group, each with other query tiles.
         group_count: CTA groups, all on the device at the same time.
+        cluster_ctas: CTAs of a cluster: 2 where two groups may share every item, see `cluster.py`.
     """
 
     group_ctas: int
     visits: int
     group_count: int
+    cluster_ctas: int = 1
 
     @property
     def ctas(self) -> int:
@@ -120,7 +124,11 @@ def group_shape(
     candidates = [rated(size) for size in sizes]
     best = max(share for share, _ in candidates)
     near = (shape for share, shape in candidates if share >= best - GROUP_WORTH)
-    return max(near, key=lambda shape: shape.group_ctas)
+    found = max(near, key=lambda shape: shape.group_ctas)
+    paired = found.group_count % CLUSTER == 0
+    if paired and found.group_count >= CLUSTER * requests * found.visits:
+        return replace(found, cluster_ctas=CLUSTER)
+    return found
 
 
 def ragged_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[int, int]:
@@ -168,8 +176,8 @@ def range_begins(
 ) -> list[tuple[int, int]]:
     """Where each group's range begins, as (item, KV block), and where the last one ends.
 
-    The same boundaries as `work_range` finds on the device, for planning and tests. Items that are
-    taken in turns there are in order here; each group still gets its number of them.
+    The same boundaries as `divided_range` finds on the device, for planning and tests. Items that
+    are taken in turns there are in order here; each group still gets its number of them.
 
     Args:
         lengths: tokens of the requests.
@@ -177,16 +185,9 @@ def range_begins(
         counts: items of each packed request (`scheduler.item_count`); None where all have one for
             every visit.
     """
-    visits = shape.visits
-    blocks = [-(-length // KV_BLOCK) for length in lengths]
-    counts = [visits] * len(lengths) if counts is None else counts
-    items = [
-        (request * visits + visit, blocks[request])
-        for request, count in enumerate(counts)
-        for visit in range(count)
-    ]
-    groups, step = shape.group_count, split_step(shape.group_ctas, visits)
-    total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * visits
+    items = _items(lengths, shape, counts)
+    groups, step = shape.group_count, split_step(shape.group_ctas, shape.visits)
+    total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
     if takes_turns(max((n for _, n in items), default=0), behind, groups, total):
         each, rest = divmod(behind, groups)
         return [(group * each + min(group, rest), 0) for group in range(groups + 1)]
@@ -207,8 +208,32 @@ def range_begins(
     return begins
 
 
+def _items(
+    lengths: Sequence[int], shape: GroupShape, counts: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """The items that find a query tile, each with its KV blocks."""
+    counts = [shape.visits] * len(lengths) if counts is None else counts
+    return [
+        (request * shape.visits + visit, -(-lengths[request] // KV_BLOCK))
+        for request, count in enumerate(counts)
+        for visit in range(count)
+    ]
+
+
+def in_halves(
+    lengths: Sequence[int], shape: GroupShape, counts: Sequence[int] | None = None
+) -> bool:
+    """Whether two groups share every item, as `work_range` decides; arguments of `range_begins`."""
+    blocks = [n for _, n in _items(lengths, shape, counts)]
+    total, step = sum(blocks) + ITEM_COST * len(blocks), split_step(shape.group_ctas, shape.visits)
+    longest = max(blocks, default=0)
+    return shape.cluster_ctas > 1 and halves_pay(longest, shape.group_count, total, step)
+
+
 def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
-    """Partials that a launch writes, per CTA of a group."""
+    """Partials that a launch writes to memory, per CTA of a group."""
+    if in_halves(lengths, shape):
+        return 0
     begins = range_begins(lengths, shape)
     items = len(lengths) * shape.visits
     inside = [begin for begin in dict.fromkeys(begins) if begin[1] > 0 and begin[0] < items]

@@ -28,6 +28,7 @@ tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the
 (`merge.py`).
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +48,13 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     ROWS,
     THREADS,
     TILE,
+    WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
+from mla_var3.kernel.cute_python.mla.latent.cluster import VECTOR, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
@@ -82,6 +85,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     init_barriers,
     produce,
 )
+from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.runtime.cute_kernel import CuteKernel
@@ -107,6 +111,10 @@ class FlashMLASm90:
     launch may start as soon as all CTAs of this one run. With "second" it is that next launch. It
     waits for nothing, ends after the first, and what is launched behind it finds both complete.
     Each needs a workspace of its own, and both together no more CTAs than there are SMs.
+
+    With `clusters` two CTA groups may share every item (`cluster.py`). None makes a program of both
+    kernels, of which each launch takes the one for its `cluster_ctas`: a call of any batch then
+    finds its program compiled, and large batches the loops that were timed without clusters.
     """
 
     def __init__(
@@ -119,9 +127,11 @@ class FlashMLASm90:
         head_box=0,
         widths=LatentWidths(),
         overlap="",
+        clusters=None,
     ):
         self.widths = widths
         self.overlap = overlap
+        self.clusters = clusters
         self.early = early
         self.head_box = head_box
         self.dtype = dtype
@@ -130,9 +140,26 @@ class FlashMLASm90:
         self.strict = strict
         self.empty_positive = empty_positive
 
+    def _kernel(self, clusters: bool) -> "FlashMLASm90":
+        chosen = copy.copy(self)
+        chosen.clusters = clusters
+        return chosen
+
     @cute.jit
     def __call__(self, *arguments: Any):
         """The arguments of `LATENT_FIELDS` and the stream."""
+        if const_expr(self.clusters is not None):
+            self.launch(*arguments)
+        else:
+            _, _, sizes, _ = groups_of(arguments, LatentOperands, Partials, LatentSizes)
+            if sizes.cluster_ctas == CLUSTER:
+                self._kernel(True).launch(*arguments)
+            else:
+                self._kernel(False).launch(*arguments)
+
+    @cute.jit
+    def launch(self, *arguments: Any):
+        """Launch one kernel; the arguments of `__call__`."""
         operands, partials, sizes, (stream,) = groups_of(
             arguments, LatentOperands, Partials, LatentSizes
         )
@@ -257,6 +284,7 @@ class FlashMLASm90:
         ).launch(
             grid=(sizes.group_ctas, sizes.group_count, 1),
             block=(THREADS, 1, 1),
+            cluster=(1, CLUSTER, 1) if self.clusters else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=self.early or self.overlap == "second",
@@ -324,7 +352,7 @@ class FlashMLASm90:
         scheduler = Scheduler.of(
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
-            whole_items, group_ctas, visits, group_count, group, rank,
+            whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
         )  # fmt: skip
         cute.arch.sync_threads()
         if const_expr(self.overlap == "first"):
@@ -364,6 +392,10 @@ class FlashMLASm90:
                 o_latent, lse, o_partial, lse_partial, merges, self.empty_positive, self.widths
             )
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
+            mailbox = None
+            if const_expr(self.clusters):
+                vectors = self.widths.half * self.q_rows // WARPGROUP // VECTOR
+                mailbox = mailbox_of(store.even.data_ptr(), store.odd.data_ptr(), vectors)
             if const_expr(self.few > 0):
                 few_exchange = FewExchange(
                     store.row_max_few.get_tensor(two),
@@ -372,7 +404,7 @@ class FlashMLASm90:
                 )
                 compute_few(
                     qk_mma, pv_mma, tiles, barriers, few_exchange, outputs, scale_log2e,
-                    scheduler, self.few, self.dtype, self.strict,
+                    scheduler, self.few, self.dtype, self.strict, mailbox,
                 )  # fmt: skip
             else:
                 exchange = Exchange(
@@ -383,7 +415,7 @@ class FlashMLASm90:
                 )
                 compute_rows64(
                     qk_mma, pv_mma, pv_mma_shared, tiles, barriers, exchange, outputs,
-                    scale_log2e, scheduler, self.dtype, self.strict,
+                    scale_log2e, scheduler, self.dtype, self.strict, mailbox,
                 )  # fmt: skip
             # All CTAs that get here have an SM, so a kernel that was launched to start early may
             # have theirs as they end. Not from the idle warps, which are here at the start.
@@ -463,6 +495,12 @@ def latent_stage(
         plan.s, plan.causal, plan.scale_log2e, newest, sliding_window=sliding_window
     )
 
+    def host_fn(tiling: FlashMLATiling) -> FlashMLASm90:
+        return FlashMLASm90(
+            dtype, tiling.few, widths=LatentWidths(plan.k, plan.p),
+            clusters=groups(tiling).cluster_ctas > 1,
+        )  # fmt: skip
+
     def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
         return latent_arguments(operands, partials, options, groups(tiling))
 
@@ -476,7 +514,7 @@ def latent_stage(
 
     return CuteKernel(
         kernel_fn=FlashMLASm90.flash_mla,
-        host_fn=lambda tiling: FlashMLASm90(dtype, tiling.few, widths=LatentWidths(plan.k, plan.p)),
+        host_fn=host_fn,
         args_fn=args_fn,
         requires_arch="sm_90a",
         tiling=tiling,

@@ -132,7 +132,7 @@ class LatentSizes(NamedTuple):
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
-        group_ctas, visits, group_count: see `GroupShape` in `groups.py`.
+        group_ctas, visits, group_count, cluster_ctas: see `GroupShape` in `groups.py`.
         scales_page_stride: between the scales of two pages; 0 without scales per token.
     """
 
@@ -165,6 +165,7 @@ class LatentSizes(NamedTuple):
     group_ctas: int
     visits: int
     group_count: int
+    cluster_ctas: int
 
 
 class ProjectionOperands(NamedTuple):
@@ -246,6 +247,11 @@ class LatentOptions:
     overlap: str = ""
 
 
+def may_cluster(options: LatentOptions) -> bool:
+    """Whether two CTA groups may share items, see `cluster.py`."""
+    return not options.batch_invariant and not options.overlap
+
+
 def head_box(operands: LatentOperands) -> int:
     """Heads of a query token that one copy takes, where heads and tokens have own strides.
 
@@ -317,6 +323,7 @@ def latent_arguments(
         group_ctas=shape.group_ctas,
         visits=shape.visits,
         group_count=shape.group_count,
+        cluster_ctas=shape.cluster_ctas if may_cluster(options) else 1,
     )
     if tree is not None:  # a pointer to bytes
         operands = operands._replace(tree=tree.view(torch.uint8))

@@ -4,7 +4,12 @@ from typing import Any, NamedTuple
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling, default_few
-from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions, head_box
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentOptions,
+    head_box,
+    may_cluster,
+)
 from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90, columns_for
 
 
@@ -36,4 +41,5 @@ def latent_program(operands: LatentOperands, options: LatentOptions) -> LatentPr
     few = 0 if options.batch_invariant else default_few(rows)
     constants |= {"few": few, "head_box": head_box(operands), "widths": operands.widths}
     constants |= {"overlap": options.overlap} if options.overlap else {}
+    constants |= {} if may_cluster(options) else {"clusters": False}
     return LatentProgram(FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), constants)

@@ -26,7 +26,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK_BITS
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit
@@ -39,6 +39,14 @@ MERGE_COST = 9
 """Cost of splitting items, in KV blocks: partials are written, waited for and merged. On an H200 at
 b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=256 and 512, cold L2;
 docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
+CLUSTER = 2
+"""CTAs of a cluster, see `cluster.py`."""
+HALVES_COST = 2
+"""Cost of merging two halves in a cluster, in KV blocks."""
+HALVES_SAVE = 10
+"""What merging halves saves over merging partials, in quarters of a KV block, beside a quarter of
+the blocks of a range: longer halves do not cost what they are longer, because memory serves them
+faster once the shorter ones are done."""
 
 CHUNKS_AT_ONCE = 4
 """Chunks of 32 requests whose lengths are read together. Other numbers were not measured."""
@@ -122,6 +130,29 @@ def takes_turns(longest, items, group_count, total):
     """
     rounds = quotient(items + group_count - 1, group_count)
     return rounds * (longest + ITEM_COST) <= quotient(total, group_count) + MERGE_COST
+
+
+def half_of(blocks, step):
+    """KV blocks of the first half of an item that two CTA groups share."""
+    return (((blocks + 1) >> 1) + step - 1) & -step
+
+
+def halves_pay(longest, group_count, total, step):
+    """Whether two groups share every item, half of its KV blocks each; see `cluster.py`.
+
+    There are at least two groups per item. Plain arithmetic, for Python integers and for device
+    values.
+
+    Args:
+        longest: most KV blocks of any item.
+        group_count: number of CTA groups.
+        total: length of the line.
+        step: see `split_step`.
+    """
+    half = half_of(longest, step)
+    share = quotient(total, group_count)
+    quarters = 5 * share + quotient(5 * (total - share * group_count), group_count)
+    return 4 * half <= cutlass.min(quarters + HALVES_SAVE, 4 * (longest - HALVES_COST))
 
 
 # --- on the device --------------------------------------------------------------------------------
@@ -258,6 +289,7 @@ class WorkRange:
         step: step from one item to the next; the number of groups where they take turns.
         total: length of the line.
         groups: CTA groups that have work, the first ones.
+        halves: whether two neighbouring groups share every item.
     """
 
     begin: Any
@@ -267,6 +299,7 @@ class WorkRange:
     step: Any
     total: Any
     groups: Any
+    halves: Any = False
 
 
 @cute.jit
@@ -276,12 +309,22 @@ def work_range(
     group_ctas: Int32,
     group: Int32,
     group_count: Int32,
+    clusters: cutlass.Constexpr = False,
 ) -> WorkRange:
     """The range of a CTA group; all lanes of a warp call it together and get the same answer.
 
     Where nothing is split (`takes_turns`, or `whole_items` is not 0) the groups at work are on
     neighbouring items, often of one request. Every load of a launch waits for this, so its steps
     are few: up to 32 requests stay in registers.
+
+    Args:
+        batch: the items.
+        whole_items: not 0 where nothing may be split.
+        group_ctas: CTAs of a CTA group.
+        group: this one.
+        group_count: how many there are.
+        clusters: whether there are two groups for every item or more, an even number, and two
+            neighbouring ones may share one.
     """
     chunks = (batch.requests + 31) >> 5
     items = batch.requests * batch.visits
@@ -299,6 +342,54 @@ def work_range(
     present = cute.arch.warp_redux_sync(present, "add")
     total = cute.arch.warp_redux_sync(total, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")
+    halves = Boolean(False)
+    found = (group >> 1, Int32(0), items, Int32(0), group_count, group_count)
+    if const_expr(clusters):
+        step = split_step(group_ctas, batch.visits)
+        halves = halves_pay(longest, group_count, total, step)
+        if not halves:
+            found = divided_range(
+                batch, whole_items, group_ctas, group, group_count, chunks, items, blocks, count,
+                present, total, longest,
+            )  # fmt: skip
+    else:
+        found = divided_range(
+            batch, whole_items, group_ctas, group, group_count, chunks, items, blocks, count,
+            present, total, longest,
+        )  # fmt: skip
+    begin, begin_block, end, end_block, step, groups = found
+    return WorkRange(begin, begin_block, end, end_block, step, total, groups, halves)
+
+
+@cute.jit
+def divided_range(
+    batch: cutlass.Constexpr,
+    whole_items: Int32,
+    group_ctas: Int32,
+    group: Int32,
+    group_count: Int32,
+    chunks: Int32,
+    items: Int32,
+    blocks: Int32,
+    count: Int32,
+    present: Int32,
+    total: Int32,
+    longest: Int32,
+):
+    """The range of a CTA group that shares no item with its neighbour alone.
+
+    Args:
+        batch, whole_items, group_ctas, group, group_count: as for `work_range`.
+        chunks: chunks of 32 requests.
+        items: all items.
+        blocks, count: `lane_items` of the first chunk.
+        present: items that find a query tile.
+        total: length of the line.
+        longest: most KV blocks of any item.
+
+    Returns:
+        The first fields of `WorkRange`, without the length of the line.
+    """
     step = Int32(1)
     begin = group
     begin_block = Int32(0)
@@ -329,7 +420,7 @@ def work_range(
                 batch, chunks, blocks, count, range_position(total, group, group_count),
                 range_position(total, group + 1, group_count), block_step,
             )  # fmt: skip
-    return WorkRange(begin, begin_block, end, end_block, step, total, groups)
+    return begin, begin_block, end, end_block, step, groups
 
 
 @cute.jit

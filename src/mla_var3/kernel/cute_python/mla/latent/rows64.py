@@ -36,6 +36,13 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release
+from mla_var3.kernel.cute_python.mla.latent.cluster import (
+    VECTOR,
+    meet,
+    send_row,
+    send_values,
+    weights,
+)
 from mla_var3.kernel.cute_python.mla.latent.mask import (
     first_hidden,
     needs_mask,
@@ -50,7 +57,8 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     arrive,
     block_parts,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import partial_slot
+from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ def compute_rows64(
     scheduler: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     strict: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
 ):
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
@@ -96,6 +105,7 @@ def compute_rows64(
         scheduler: the CTA's work tiles.
         dtype: element type.
         strict: see `arrive`.
+        mailbox: `Mailbox` of a kernel with clusters, else None.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -241,6 +251,9 @@ def compute_rows64(
                         cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
                     compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
                     warpgroup.wait_group(0)
+        if const_expr(scheduler.clusters):
+            if tile.split == Split.HALF:
+                merge_halves(o, sums, top, exchange.row_sum, mailbox, row0, t, group, scheduler)
         finish(o, sums, top, exchange.row_sum, outputs, tile, row0, lane, group, scheduler, dtype)
         q_phase ^= 1
         tile = following
@@ -313,6 +326,55 @@ def adopt_max(
 
 
 @cute.jit
+def merge_halves(
+    o: cute.Tensor,
+    sums: cute.Tensor,
+    top: cute.Tensor,
+    row_sums: cute.Tensor,
+    mailbox: cutlass.Constexpr,
+    row0: Int32,
+    t: Int32,
+    group: Int32,
+    scheduler: cutlass.Constexpr,
+):
+    """Merge the half of this CTA with that of the other one of its cluster, see `cluster.py`.
+
+    Behind it the warpgroup that keeps its columns has the sums and maxima of both halves.
+    """
+    lane = t % 32
+    rank = scheduler.group % CLUSTER
+    totals = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        total = row_sum(sums[r])
+        if lane % 4 == 0:
+            row_sums[row0 + 8 * r, group] = total
+    meet()  # and no warp of the cluster reads its KV blocks any more
+    for r in cutlass.range_constexpr(2):
+        totals[r] = row_sums[row0 + 8 * r, 0] + row_sums[row0 + 8 * r, 1]
+        sums[r] = Float32(0.0)
+    if group != rank:
+        send_values(o, mailbox, 1 - rank, t)
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                send_row(totals[r], top[r], row0 + 8 * r, mailbox, 1 - rank)
+    meet()
+    if group == rank:
+        own, other = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            total, top[r], own[r], other[r] = weights(
+                totals[r], top[r], mailbox.rows[row, 0], mailbox.rows[row, 1]
+            )
+            if lane % 4 == 0:
+                sums[r] = total
+        for j in cutlass.range_constexpr(cute.size(o) // VECTOR):
+            received = mailbox.values[None, t, j].load()
+            for r in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    o[r, (e, j)] = o[r, (e, j)] * own[r] + received[2 * r + e] * other[r]
+
+
+@cute.jit
 def finish(
     o: cute.Tensor,
     sums: cute.Tensor,
@@ -341,7 +403,12 @@ def finish(
         o[r, None].store(o[r, None].load() * inverse)
         writes_lse = group == 0 and lane % 4 == 0
         exists = tile.row + row < tile.rows
-        if tile.split != 0:
+        partial = tile.split != 0
+        if const_expr(scheduler.clusters):
+            if tile.split == Split.HALF:
+                partial = Boolean(False)
+                exists = exists and group == scheduler.group % CLUSTER
+        if partial:
             if exists:
                 start = (Int64(slot) * ROWS + row) * k
                 store_row(o[r, None], half, outputs.o_partial, start + group * half, lane, Float32)

@@ -16,13 +16,16 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK_BITS, ROWS
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit, window_begin
 from mla_var3.kernel.cute_python.mla.latent.ops import blocks_of, divided, quotient
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
+    CLUSTER,
     Batch,
     PackedQueries,
     SlidingWindow,
     WorkRange,
     first_block,
+    half_of,
     kv_blocks,
     packed_queries,
+    split_step,
     tokens_of,
     work_range,
 )
@@ -34,6 +37,8 @@ class Split(IntEnum):
     PARTIAL = 1
     FIRST = 2
     LAST = 4
+    HALF = 8
+    """Half of an item; the other half is in the same cluster, see `cluster.py`."""
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Scheduler:
         window: the newest tokens that a query sees; None for all.
         group: number of the CTA group.
         rank: the CTA's place in its group.
+        clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
     """
 
     range: WorkRange
@@ -109,6 +115,7 @@ class Scheduler:
     window: SlidingWindow | None
     group: Any
     rank: Any
+    clusters: bool = False
 
     @classmethod
     def of(
@@ -130,6 +137,7 @@ class Scheduler:
         group_count: Any,
         group: Any,
         rank: Any,
+        clusters: bool = False,
     ) -> "Scheduler":
         """The scheduler of a CTA, with the range of its group.
 
@@ -139,6 +147,7 @@ class Scheduler:
                 shards, shard, whole_items, group_ctas, visits, group_count: as in the kernel's
                 contract.
             group, rank: this CTA's.
+            clusters: see the class.
         """
         lengths, total_lengths, begins = index.lengths, index.total_lengths, index.query_begins
         window, packed = None, None
@@ -147,10 +156,11 @@ class Scheduler:
         if begins is not None:
             packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         batch = Batch(lengths, requests, visits, newest, max_tokens, window, packed)
-        own = work_range(batch, whole_items, group_ctas, group, group_count)
+        own = work_range(batch, whole_items, group_ctas, group, group_count, clusters)
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
             max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
+            clusters,
         )  # fmt: skip
 
     def first_tile(self) -> WorkTile:
@@ -208,6 +218,12 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                         split += Split.FIRST
                     if last == blocks:
                         split += Split.LAST
+                if const_expr(scheduler.clusters):
+                    if own.halves:
+                        half = half_of(blocks, split_step(scheduler.group_ctas, scheduler.visits))
+                        first = (scheduler.group % CLUSTER) * half
+                        last = cutlass.min(blocks, first + half)
+                        split = Int32(Split.HALF)
                 if const_expr(scheduler.window is not None):
                     skipped = first_block(scheduler, request)
                     # The first row of the tile sees the oldest tokens.

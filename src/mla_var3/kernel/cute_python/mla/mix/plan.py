@@ -155,7 +155,9 @@ class CuteMixPlan(HopperPlan):
 
     def groups(self, tiling: FlashMLATiling) -> GroupShape:
         """The CTA groups of the latent kernel with this tiling."""
-        return shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.group_ctas)
+        shape = shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.group_ctas)
+        # Clusters beside another kernel were not measured.
+        return replace(shape, cluster_ctas=1)
 
     def settled(self) -> Self:
         """The same plan with the SMs of its kernels written into its tilings.

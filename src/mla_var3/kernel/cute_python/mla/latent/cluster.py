@@ -1,0 +1,104 @@
+"""Merges the two halves of a work tile within a cluster of two CTAs, through their shared memory.
+
+The other way, `merge.py`, writes partials to memory and waits for all CTAs of the launch. Where two
+CTA groups share every item (`ranges.halves_pay`), the CTAs of equal rank in them are a cluster:
+
+    CTA 0: first half of the KV blocks        CTA 1: second half
+    warpgroup 0 keeps the left columns        warpgroup 0 sends them to CTA 0
+    warpgroup 1 sends the right columns       warpgroup 1 keeps them
+
+A warpgroup sends its accumulators as they are, with the sum and the maximum of every row. They
+arrive where KV blocks were. The thread that receives them has the same rows and columns of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, WARPGROUP
+
+VECTOR = 4
+"""Numbers of a thread that are sent at once, 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Shared memory where a CTA receives what the other one sends.
+
+    Attributes:
+        values: [number of a vector, thread of the warpgroup, vector].
+        rows: [row, (sum, maximum)].
+    """
+
+    values: Any
+    rows: Any
+
+
+def mailbox_of(values: cute.Pointer, rows: cute.Pointer, vectors: int) -> Mailbox:
+    """A mailbox over tiles that no warp reads any more.
+
+    Args:
+        values: where the accumulators of a warpgroup find room.
+        rows: where two numbers per row do.
+        vectors: of a thread's accumulators.
+    """
+    layout = cute.make_layout((VECTOR, WARPGROUP, vectors), stride=(1, VECTOR, VECTOR * WARPGROUP))
+    return Mailbox(
+        cute.make_tensor(cute.recast_ptr(values, dtype=Float32), layout),
+        cute.make_tensor(
+            cute.recast_ptr(rows, dtype=Float32), cute.make_layout((ROWS, 2), stride=(2, 1))
+        ),
+    )
+
+
+@cute.jit
+def meet():
+    """Wait for all threads of the cluster; behind it one may read what they wrote before."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def send_values(accumulator: cute.Tensor, mailbox: cutlass.Constexpr, rank: Int32, t: Int32):
+    """Write this thread's accumulators into the mailbox of another CTA of the cluster.
+
+    Args:
+        accumulator: the accumulators, in any layout.
+        mailbox: that of this CTA.
+        rank: the other CTA.
+        t: this thread of its warpgroup.
+    """
+    flat = cute.make_tensor(accumulator.iterator, cute.make_layout(cute.size(accumulator)))
+    for i in cutlass.range_constexpr(cute.size(accumulator) // VECTOR):
+        place = (mailbox.values[None, t, i].iterator).toint().to(Int32)
+        numbers = [flat[VECTOR * i + e] for e in range(VECTOR)]
+        cute.arch.inline_ptx(
+            "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1};"
+            " st.shared::cluster.v4.f32 [a], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+            read_only_args=[place, rank, *numbers],
+        )
+
+
+@cute.jit
+def send_row(
+    total: Float32, top: Float32, row: Int32, mailbox: cutlass.Constexpr, rank: Int32
+):
+    """Write the sum and the maximum of a row into the mailbox of another CTA of the cluster."""
+    place = (mailbox.rows[row, None].iterator).toint().to(Int32)
+    cute.arch.inline_ptx(
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1};"
+        " st.shared::cluster.v2.f32 [a], {{$r2}, {$r3}}; }",
+        read_only_args=[place, rank, total, top],
+    )
+
+
+@cute.jit
+def weights(total: Float32, top: Float32, other_total: Float32, other_top: Float32):
+    """Of a row's own and the other half: the sum of both, their maximum, and a factor for each."""
+    both = cute.arch.fmax(top, other_top)
+    own = cute.math.exp2(top - both, fastmath=True)
+    other = cute.math.exp2(other_top - both, fastmath=True)
+    return total * own + other_total * other, both, own, other
