@@ -29,7 +29,12 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     FlashMLATiling,
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
-from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count, range_begins
+from mla_var3.kernel.cute_python.mla.latent.groups import (
+    GroupShape,
+    in_halves,
+    partial_count,
+    range_begins,
+)
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
@@ -140,7 +145,16 @@ def group_cases() -> list[Case]:
     return whole + cut
 
 
-CASES = size_cases() + group_cases()
+HALVES = [
+    Case(66, 1, 900, 16, "equal"), Case(64, 4, 700, 16, "ragged", page=64),
+    Case(64, 3, 1100, 16, "edges", causal=False, dtype="float16"),
+    Case(33, 1, 1000, 128, "edges", page=64), Case(32, 1, 4097, 128, "equal", page=128),
+    Case(16, 2, 2000, 128, "equal"), Case(60, 1, 700, 24, "ragged", dtype="float16", page=192),
+    Case(64, 2, 600, 32, "mixed"), Case(8, 8, 256, 8, "equal"),
+    Case(50, 64, 500, 1, "ragged", causal=False),
+]  # fmt: skip
+"""Shapes whose items two CTA groups share, see `cluster.py`."""
+CASES = size_cases() + group_cases() + HALVES
 
 
 def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
@@ -165,12 +179,18 @@ def choose_groups(stage: Any, shape: GroupShape) -> None:
     (kernel,) = stage.kernels()
     original = kernel.args_fn
 
-    chosen = {name: getattr(shape, name) for name in ("group_ctas", "visits", "group_count")}
+    chosen = dataclasses.asdict(shape)
+    made = kernel.host_fn
 
     def args_fn(tiling: Any) -> tuple[Any, ...]:
         return tuple({**named_arguments(original(tiling)), **chosen}.values())
 
-    kernel.args_fn = args_fn
+    def host_fn(tiling: Any) -> Any:
+        host = made(tiling)
+        host.clusters = shape.cluster_ctas > 1
+        return host
+
+    kernel.args_fn, kernel.host_fn = args_fn, host_fn
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -196,7 +216,7 @@ def test_the_cases_are_many_and_varied() -> None:
     for name, smallest, largest in (("b", 1, 128), ("s", 1, 200), ("t", 1, 20000)):
         values = [getattr(case, name) for case in CASES]
         assert (min(values), max(values)) == (smallest, largest)
-    assert {case.h for case in CASES} == {8, 16, 24, 32, 64, 128}
+    assert {case.h for case in CASES} == {1, 8, 16, 24, 32, 64, 128}
     kinds = {(case.dtype, case.causal, bool(case.page)) for case in CASES}
     assert len(kinds) == 8
     assert {case.page for case in CASES} == {0, 64, 128, 192}
@@ -207,6 +227,9 @@ def test_the_cases_are_many_and_varied() -> None:
     counts = [partial_count(plan.problem().kv_lengths, case.shape(plan)) for case, plan in plans]
     assert sum(count > 0 for count in counts) >= 20
     assert sum(count == 0 for count in counts) >= 20
+    for case in HALVES:
+        plan = case.plan()
+        assert in_halves(plan.problem().kv_lengths, case.shape(plan)), case
 
 
 def test_every_case_can_be_planned() -> None:
@@ -549,6 +572,7 @@ PACKED = [
     ((33,), (1111,)),
     ((1,) * 40, tuple((i * 37) % 1201 for i in range(40))),
     ((2, 200, 1), (1200, 150, 640)),
+    (tuple(i % 4 for i in range(64)), tuple(800 + (i * 37) % 401 for i in range(64))),  # in halves
 ]
 
 

@@ -138,6 +138,30 @@ def test_trees_and_packed_queries(
         torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize(("h", "s"), [(16, 1), (16, 4), (24, 1)])
+def test_masks_where_two_cta_groups_share_every_request(
+    h: int, s: int, page_size: int | None, generator: torch.Generator
+) -> None:
+    """64 requests of the cute-dsl kernel (`cluster.py`), some shorter than a half of the others.
+
+    Against the PyTorch path; with all options that say which tokens a query sees.
+    """
+    b, t = 64, 700
+    options = {} if page_size is None else {"page_size": page_size}
+    cache = LatentCache.allocate(b, T * 2, device="cuda", heads=h, head_dim=D, **options)
+    cache.buffer.fill_(torch.nan)
+    rows = normal(generator, b, t, K + P, dtype=torch.bfloat16).cuda()
+    cache.append(rows[..., :K], rows[..., K:], [s, 65, *(t - 5 * i for i in range(b - 2))])
+    q = [normal(generator, b, s, h, width, dtype=torch.bfloat16).cuda() for width in (K, P)]
+    tree = random_parents(generator, b, s).cuda()
+    for options in ({}, {"tree_mask": tree}, {"sliding_window": 400}, {"causal": False}):
+        found = mla_var3.mla_latent_attention(*q, cache, kernel="flash_mla:cute-dsl", **options)
+        wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **options)
+        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("kernel", ["flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"])
 @pytest.mark.parametrize(("page_size", "q_dtype"), [(128, torch.bfloat16), (64, torch.float16)])

@@ -76,7 +76,7 @@ class CompileReport:
         stack_bytes: stack per thread; above zero means spills.
         shared_bytes: shared memory per CTA.
         threads: threads per CTA.
-        cluster: CTAs per cluster.
+        cluster: CTAs per cluster that the machine code requires; a launch may ask for more.
         instructions: how many instructions of each notable opcode the code holds.
         loop_local: how many of them are LDL and STL in a loop; None where it was not read.
         mma_shapes: the matrix instructions with their shape and types.
