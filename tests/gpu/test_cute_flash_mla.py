@@ -180,17 +180,11 @@ def choose_groups(stage: Any, shape: GroupShape) -> None:
     original = kernel.args_fn
 
     chosen = dataclasses.asdict(shape)
-    made = kernel.host_fn
 
     def args_fn(tiling: Any) -> tuple[Any, ...]:
         return tuple({**named_arguments(original(tiling)), **chosen}.values())
 
-    def host_fn(tiling: Any) -> Any:
-        host = made(tiling)
-        host.clusters = shape.cluster_ctas > 1
-        return host
-
-    kernel.args_fn, kernel.host_fn = args_fn, host_fn
+    kernel.args_fn = args_fn
 
 
 # --- shapes ---------------------------------------------------------------------------------------

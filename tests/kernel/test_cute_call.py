@@ -202,10 +202,10 @@ def test_a_tree_that_is_copied_is_not_repeated(calls):
 
 @functools.cache
 def ptx_of(few: int, empty_positive: bool = False) -> str:
-    """The kernel for a small call, for the GPU's assembler."""
+    """The kernel for a small call, for the GPU's assembler; with few rows the one with clusters."""
     arguments = arguments_of(1, 8 if few else 128)
     element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLASm90
-    made = host(element, few, empty_positive=empty_positive)
+    made = host(element, few, empty_positive=empty_positive, clusters=few > 0)
     tiling = FlashMLATiling(few=few)
     return compile_program(host.flash_mla, made, kinds_of(arguments), tiling, "sm_90a").ptx
 

@@ -143,7 +143,7 @@ def test_another_tiling_has_its_own_cta_groups(monkeypatch):
         attention.tiling = FlashMLATiling(group_ctas=group_ctas)
         attention.launch()
         seen.append(plan.groups(attention.tiling))
-        assert Recorded.launched[-1][-3:] == tuple(vars(seen[-1]).values())
+        assert Recorded.launched[-1][-4:] == tuple(vars(seen[-1]).values())
     assert len(set(seen)) == 3
 
 

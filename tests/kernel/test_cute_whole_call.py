@@ -265,7 +265,11 @@ def test_all_kernels_are_in_one_program_unchanged(fmt, h):
             assert "cp.async.bulk.tensor" in before and "ld.global.nc" not in after
     queries, outputs = projections_alone()
     alone = [*queries, *own, *outputs]
-    names = [QUERIES, *[attention_fn.__name__] * len(own), *[OUTPUTS] * len(decompress_combine.COLUMNS)]
+    names = [
+        QUERIES,
+        *[attention_fn.__name__] * len(own),
+        *[OUTPUTS] * len(decompress_combine.COLUMNS),
+    ]
     assert [name for name, _ in alone] == names
     assert len({text for _, text in alone}) == len(alone)
     whole = whole_launch.host(host, **constants)

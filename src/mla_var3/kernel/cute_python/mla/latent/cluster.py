@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, WARPGROUP
 
@@ -83,9 +83,7 @@ def send_values(accumulator: cute.Tensor, mailbox: cutlass.Constexpr, rank: Int3
 
 
 @cute.jit
-def send_row(
-    total: Float32, top: Float32, row: Int32, mailbox: cutlass.Constexpr, rank: Int32
-):
+def send_row(total: Float32, top: Float32, row: Int32, mailbox: cutlass.Constexpr, rank: Int32):
     """Write the sum and the maximum of a row into the mailbox of another CTA of the cluster."""
     place = (mailbox.rows[row, None].iterator).toint().to(Int32)
     cute.arch.inline_ptx(

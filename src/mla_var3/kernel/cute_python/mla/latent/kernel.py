@@ -25,7 +25,7 @@ two, except for one producer warp: each half of a KV block is replaced as soon a
 has released it. The rope tile of a block holds P once its scores exist. Results of a work tile
 are written while the next tile's queries and first KV blocks are loaded (`scheduler.py` says which
 tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the same launch
-(`merge.py`).
+(`merge.py`), unless two of a cluster share every tile (`cluster.py`).
 """
 
 import copy
@@ -474,6 +474,7 @@ def latent_stage(
     configs: Sequence[FlashMLATiling],
     newest: int = 0,
     sliding_window: int | None = None,
+    clusters: bool | None = None,
 ) -> CuteKernel:
     """The attention over latent rows; its outputs are `o_latent` and `lse`.
 
@@ -487,6 +488,7 @@ def latent_stage(
         configs: candidate tilings.
         newest: newest tokens to leave out.
         sliding_window: newest tokens, up to itself, that a query sees; None for all.
+        clusters: see `FlashMLASm90`.
     """
     o_latent = operands.o_latent
     partials = allocate_partials(o_latent.device, plan.sm_count)
@@ -496,10 +498,8 @@ def latent_stage(
     )
 
     def host_fn(tiling: FlashMLATiling) -> FlashMLASm90:
-        return FlashMLASm90(
-            dtype, tiling.few, widths=LatentWidths(plan.k, plan.p),
-            clusters=groups(tiling).cluster_ctas > 1,
-        )  # fmt: skip
+        widths = LatentWidths(plan.k, plan.p)
+        return FlashMLASm90(dtype, tiling.few, widths=widths, clusters=clusters)
 
     def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
         return latent_arguments(operands, partials, options, groups(tiling))

@@ -11,7 +11,8 @@ inside of an item, the item is split: each group writes a partial, and `merge.py
 fewer items than groups the ranges are *aligned* where that makes them hardly longer: each item is
 padded to whole ranges, so that every group has KV blocks of one item and starts and ends once.
 Where splitting would cost more than it saves, as with as many equal items as groups or few tokens,
-the groups take whole items in turns.
+the groups take whole items in turns. Where there are two groups for every item or more, and that is
+the fastest way, two neighbouring ones share it, half of its KV blocks each (`cluster.py`).
 
 Packed requests have different numbers of query tiles. Each has items for the visits that find a
 tile; the others have no length. Where the host knows that many requests have fewer tiles than the
@@ -40,13 +41,14 @@ MERGE_COST = 9
 b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=256 and 512, cold L2;
 docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
 CLUSTER = 2
-"""CTAs of a cluster, see `cluster.py`."""
-HALVES_COST = 2
-"""Cost of merging two halves in a cluster, in KV blocks."""
+"""CTAs of a cluster. Of larger ones an H200 does not run enough at the same time: 128 CTAs in
+clusters of 4 and 8 took up to 2.9 times as long where they split, in clusters of 2 no longer
+(docs/results/2026-11-17-nvidia-h200-cluster-rows.json)."""
 HALVES_SAVE = 10
-"""What merging halves saves over merging partials, in quarters of a KV block, beside a quarter of
-the blocks of a range: longer halves do not cost what they are longer, because memory serves them
-faster once the shorter ones are done."""
+"""How many quarters of a KV block a half of an item may be longer than 5/4 of an equal share, see
+`halves_pay`. Read off the same rows; other rules were not measured."""
+HALVES_COST = 2
+"""Cost of merging two halves in a cluster, in KV blocks; not measured on its own."""
 
 CHUNKS_AT_ONCE = 4
 """Chunks of 32 requests whose lengths are read together. Other numbers were not measured."""
@@ -140,8 +142,9 @@ def half_of(blocks, step):
 def halves_pay(longest, group_count, total, step):
     """Whether two groups share every item, half of its KV blocks each; see `cluster.py`.
 
-    There are at least two groups per item. Plain arithmetic, for Python integers and for device
-    values.
+    There are at least two groups per item. A half may be longer than an equal share of all KV
+    blocks: merging halves is cheaper than merging partials, and memory serves long halves faster
+    once short ones are done. Plain arithmetic, for Python integers and for device values.
 
     Args:
         longest: most KV blocks of any item.

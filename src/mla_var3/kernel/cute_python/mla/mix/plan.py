@@ -226,6 +226,7 @@ class CuteMixPlan(HopperPlan):
             self._without_mask if tokens.seen_by_all else self,
             self.tiling, operands, self.groups, self.latent_lengths(),
             lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(), tokens.newest,
+            clusters=False,
         )  # fmt: skip
 
     @functools.cached_property
