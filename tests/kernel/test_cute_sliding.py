@@ -180,9 +180,11 @@ def test_ragged_batches_get_small_groups():
         assert ragged == GroupShape(2, max_q, 66)
         full = ragged_tiles(64 * max_q, 64, max_q, 128)
         assert group_shape(tiles, 64, 132, 0, *full) == group_shape(tiles, 64, 132)
-    # Requests of one tile each, and memory-bound ones of up to two, keep their groups.
+    # Requests of one tile each keep their groups; those of one or two have a CTA per tile, and
+    # those of up to four have groups of two where there are many.
     assert ragged_tiles(64, 16, 8, 8) == (0, 1)
-    assert group_shape(2, 64, 132, 0, *ragged_tiles(288, 64, 8, 16)).group_ctas == 2
+    assert group_shape(2, 64, 132, 0, *ragged_tiles(288, 64, 8, 16)).group_ctas == 1
+    assert group_shape(4, 256, 132, 0, *ragged_tiles(1152, 256, 8, 32)).group_ctas == 2
 
 
 @settings(max_examples=150, deadline=None)

@@ -39,9 +39,12 @@ item. On an H200 with 128 of 132 CTAs 32 requests of 2048 to 4096 tokens with 16
 instead of 41.5, 64 of 4096 91.3 instead of 92.5, 32 of equal length the same; 16 requests of 2048
 to 4096 tokens took 29.4 instead of 27.1, since few lengths divide well by eight
 (docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Numbers between were not measured."""
-STREAMS = 92
-"""CTA groups whose KV blocks memory delivers as fast as they compute: on an H200 1.6 us for a KV
-block of 74 KB and a query tile, at 4.2 TB/s. More groups wait for memory."""
+STREAMS = 120
+"""CTA groups whose KV blocks memory delivers as fast as they compute; more wait for memory. By the
+time of a KV block on an H200, 1.6 us for 74 KB and a query tile, and 4.2 TB/s it would be 92. But
+where requests have one or two query tiles, 132 groups of one CTA took 0 to 5 % less than 66 of two
+(docs/results/2026-11-17-nvidia-h200-tensor-limit-rows.json): a request's second tile finds some KV
+blocks in L2."""
 GROUP_WORTH = 0.03
 """Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
 3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
