@@ -59,8 +59,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     arrive,
     block_parts,
 )
-from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot, writes
 
 
 @dataclass(frozen=True)
@@ -371,7 +370,7 @@ def merge_halves_few(
     """
     row_max, warp_rows = exchange.row_max, exchange.warp_rows
     lane = t % 32
-    rank = scheduler.group % CLUSTER
+    rank = scheduler.cluster_rank
     publish_sums(sums, warp_rows, t, group, columns)
     meet()  # and no warp of the cluster reads its KV blocks any more
     totals = cute.make_rmem_tensor((2, columns // 8), Float32)
@@ -401,7 +400,7 @@ def merge_halves_few(
             for e in cutlass.range_constexpr(2):
                 if t < 4:
                     row_max[own_row(j, e, lane), 1] = tops[e, j]
-            for m_tile in cutlass.range_constexpr(cute.size(o) // columns * 2):
+            for m_tile in cutlass.range_constexpr(cute.size(o, mode=[1]) // 2):
                 received = mailbox.values[None, t, m_tile * (columns // 8) + j].load()
                 for r in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
@@ -449,12 +448,7 @@ def finish_few(
             inverse, lse_log2 = normaliser(total, exchange.row_max[row, 1])
             column = own_token(t, group * half)
             writes_lse = group == 0 and t < 4
-            exists = row < tile.rows
-            partial = tile.split != 0
-            if const_expr(scheduler.clusters):
-                if tile.split == Split.HALF:
-                    partial = Boolean(False)
-                    exists = exists and group == scheduler.group % CLUSTER
+            partial, exists = writes(tile, row < tile.rows, group, scheduler)
             if exists and partial:
                 if writes_lse:
                     lse_partial[slot * ROWS + row] = lse_log2

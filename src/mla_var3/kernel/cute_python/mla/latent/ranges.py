@@ -350,12 +350,7 @@ def work_range(
     if const_expr(clusters):
         step = split_step(group_ctas, batch.visits)
         halves = halves_pay(longest, group_count, total, step)
-        if not halves:
-            found = divided_range(
-                batch, whole_items, group_ctas, group, group_count, chunks, items, blocks, count,
-                present, total, longest,
-            )  # fmt: skip
-    else:
+    if const_expr(not clusters) or not halves:
         found = divided_range(
             batch, whole_items, group_ctas, group, group_count, chunks, items, blocks, count,
             present, total, longest,

@@ -57,8 +57,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     arrive,
     block_parts,
 )
-from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot, writes
 
 
 @dataclass(frozen=True)
@@ -342,7 +341,7 @@ def merge_halves(
     Behind it the warpgroup that keeps its columns has the sums and maxima of both halves.
     """
     lane = t % 32
-    rank = scheduler.group % CLUSTER
+    rank = scheduler.cluster_rank
     totals = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
         total = row_sum(sums[r])
@@ -402,12 +401,7 @@ def finish(
         inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
         o[r, None].store(o[r, None].load() * inverse)
         writes_lse = group == 0 and lane % 4 == 0
-        exists = tile.row + row < tile.rows
-        partial = tile.split != 0
-        if const_expr(scheduler.clusters):
-            if tile.split == Split.HALF:
-                partial = Boolean(False)
-                exists = exists and group == scheduler.group % CLUSTER
+        partial, exists = writes(tile, tile.row + row < tile.rows, group, scheduler)
         if partial:
             if exists:
                 start = (Int64(slot) * ROWS + row) * k

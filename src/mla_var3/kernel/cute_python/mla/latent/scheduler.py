@@ -117,6 +117,11 @@ class Scheduler:
     rank: Any
     clusters: bool = False
 
+    @property
+    def cluster_rank(self) -> Any:
+        """The CTA's place in its cluster."""
+        return self.group % CLUSTER
+
     @classmethod
     def of(
         cls,
@@ -221,7 +226,7 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 if const_expr(scheduler.clusters):
                     if own.halves:
                         half = half_of(blocks, split_step(scheduler.group_ctas, scheduler.visits))
-                        first = (scheduler.group % CLUSTER) * half
+                        first = scheduler.cluster_rank * half
                         last = cutlass.min(blocks, first + half)
                         split = Int32(Split.HALF)
                 if const_expr(scheduler.window is not None):
@@ -242,6 +247,20 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 rest = (request + 1) * scheduler.visits - item
                 item += quotient(rest + own.step - 1, own.step) * own.step
     return WorkTile(item, valid, request, count, row, base, rows, length, first, last, split)
+
+
+@cute.jit
+def writes(tile: cutlass.Constexpr, exists: Boolean, group: Int32, scheduler: cutlass.Constexpr):
+    """Whether a warpgroup writes a partial, and whether it writes a row at all that may exist.
+
+    Of a half in a cluster each CTA writes the columns that it keeps, which are the result.
+    """
+    partial = tile.split != 0
+    if const_expr(scheduler.clusters):
+        if tile.split == Split.HALF:
+            partial = Boolean(False)
+            exists = exists and group == scheduler.cluster_rank
+    return partial, exists
 
 
 @cute.jit
