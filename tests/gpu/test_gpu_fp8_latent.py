@@ -18,6 +18,7 @@ from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.call import partials_for
+from mla_var3.kernel.cute_python.mla.latent.groups import group_shape, in_halves
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS
 from mla_var3.op.mla.cache_formats import cache_format, quantise
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
@@ -149,6 +150,29 @@ def test_rows_and_heads(
     out = torch.full_like(q[0], torch.nan)
     found = mla_latent_attention(*q, cache, out=out, kernel=KERNEL)
     assert found[0] is out
+    require_batch(found, q, cache.view(), fmt, s)
+
+
+HALVES = tuple(0 if i == 5 else 1 if i == 9 else 404 + (i * 37) % 301 for i in range(64))
+"""Lengths of a batch whose requests are halved, by CTAs of a cluster."""
+
+
+def halved(lengths: tuple[int, ...], rows: int) -> bool:
+    """Whether a launch on all SMs halves the requests of a batch, each of so many query rows."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return in_halves(lengths, group_shape(-(-rows // 64), len(lengths), sms))
+
+
+@pytest.mark.parametrize(("s", "h"), [(1, 16), (2, 16), (3, 5), (4, 16), (1, 64), (2, 64), (1, 128)])
+@FORMAT
+def test_requests_in_halves(fmt: str, s: int, h: int, generator: torch.Generator) -> None:
+    """Also of requests without tokens, with one, and with a half that some queries do not see."""
+    lengths = HALVES if s * h <= 64 else HALVES[::2]
+    assert halved(lengths, s * h)
+    cache = filled(generator, fmt, 64, lengths)
+    q = queries(generator, len(lengths), s, h)
+    out = torch.full_like(q[0], torch.nan)
+    found = mla_latent_attention(*q, cache, out=out, kernel=KERNEL)
     require_batch(found, q, cache.view(), fmt, s)
 
 
@@ -461,19 +485,20 @@ def segmented(generator: torch.Generator, t: int, levels: tuple[float, ...]) -> 
 
 
 @pytest.mark.parametrize("h", [16, 32, 64])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("requests", ["whole", "split", "in halves"])
 @pytest.mark.parametrize("name", LEVELS)
 @FORMAT
 def test_outputs_that_move_to_memory_several_times(
-    fmt: str, name: str, whole: bool, h: int, generator: torch.Generator
+    fmt: str, name: str, requests: str, h: int, generator: torch.Generator
 ) -> None:
-    """Whole and split requests; maxima rise in no heads, by some bits or by up to 75.
+    """Maxima rise in no heads, by some bits or by up to 75.
 
     Every fourth head has the same rise, and one of four none. All requests have the same tokens.
     """
     t, levels = 20000, LEVELS[name]
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    b = sms if whole else sms * 3 // 4
+    b = {"whole": sms, "split": sms * 3 // 4, "in halves": sms // 2 - 2}[requests]
+    assert halved((t,) * b, h) == (requests == "in halves")
     q, q_rope = queries(generator, b, 1, h)
     q_rope[..., -1] = 16.0 / 3.0 * (torch.arange(h, device=DEVICE) % 4)
     pages = -(-t // 64)
@@ -527,14 +552,15 @@ def test_flash_mlas_function(eight_bit_queries: bool, generator: torch.Generator
         require_batch((output, lse), (q[..., :K], q[..., K:]), view, "fp8", s)
 
 
-@pytest.mark.parametrize(("lengths", "s", "h"), [((513, 513), 16, 128), ((700, 129), 4, 16)])
+@pytest.mark.parametrize(("lengths", "s", "h"), [((513, 513), 16, 128), ((700, 129), 4, 16), (HALVES, 2, 16)])
 @FORMAT
 def test_repeated_launches_agree(
     fmt: str, lengths: tuple[int, ...], s: int, h: int, generator: torch.Generator
 ) -> None:
     """Thousands of launches give the same bits: no value is read too late, no row left out.
 
-    In the second batch a split of the short request shows nothing to three of the four queries.
+    In the second batch a split of the short request shows nothing to three of the four queries, in
+    the third requests are halved.
     """
     cache = filled(generator, fmt, 64, lengths)
     q = queries(generator, len(lengths), s, h)

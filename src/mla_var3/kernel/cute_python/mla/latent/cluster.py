@@ -11,17 +11,58 @@ A warpgroup sends its accumulators as they are, with the sum and the maximum of 
 arrive where KV blocks were. The thread that receives them has the same rows and columns of its own.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, WARPGROUP
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentSizes,
+    Partials,
+    groups_of,
+)
+from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 
 VECTOR = 4
 """Numbers of a thread that are sent at once, 16 bytes."""
+
+
+class ClusterHost:
+    """Host code of a latent kernel in which two CTA groups may share every item, or not.
+
+    Attributes:
+        clusters: whether they may. None makes a program of both kernels, of which each launch takes
+            the one for its `cluster_ctas`: a call of any batch then finds its program compiled, and
+            large batches the loops that were timed without clusters.
+    """
+
+    clusters: bool | None
+
+    def launch(self, *arguments: Any) -> None:
+        """Launch the kernel that `clusters` says; the arguments of `__call__`."""
+        raise NotImplementedError
+
+    def _kernel(self, clusters: bool) -> Self:
+        chosen = copy.copy(self)
+        chosen.clusters = clusters
+        return chosen
+
+    @cute.jit
+    def __call__(self, *arguments: Any):
+        """The arguments of `LATENT_FIELDS` and the stream."""
+        if const_expr(self.clusters is not None):
+            self.launch(*arguments)
+        else:
+            _, _, sizes, _ = groups_of(arguments, LatentOperands, Partials, LatentSizes)
+            if sizes.cluster_ctas == CLUSTER:
+                self._kernel(True).launch(*arguments)
+            else:
+                self._kernel(False).launch(*arguments)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the
 (`merge.py`), unless two of a cluster share every tile (`cluster.py`).
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
-from mla_var3.kernel.cute_python.mla.latent.cluster import VECTOR, mailbox_of
+from mla_var3.kernel.cute_python.mla.latent.cluster import VECTOR, ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
@@ -97,7 +96,7 @@ faster there and 32 rows 3 % slower (run 9 of
 docs/results/2026-11-15-nvidia-h200-cute-development.md); between them nothing was measured."""
 
 
-class FlashMLASm90:
+class FlashMLASm90(ClusterHost):
     """Host and device code for one element type and pair of widths.
 
     See `final_lse` for `empty_positive`.
@@ -112,9 +111,7 @@ class FlashMLASm90:
     waits for nothing, ends after the first, and what is launched behind it finds both complete.
     Each needs a workspace of its own, and both together no more CTAs than there are SMs.
 
-    With `clusters` two CTA groups may share every item (`cluster.py`). None makes a program of both
-    kernels, of which each launch takes the one for its `cluster_ctas`: a call of any batch then
-    finds its program compiled, and large batches the loops that were timed without clusters.
+    See `ClusterHost` for `clusters`.
     """
 
     def __init__(
@@ -140,26 +137,8 @@ class FlashMLASm90:
         self.strict = strict
         self.empty_positive = empty_positive
 
-    def _kernel(self, clusters: bool) -> "FlashMLASm90":
-        chosen = copy.copy(self)
-        chosen.clusters = clusters
-        return chosen
-
-    @cute.jit
-    def __call__(self, *arguments: Any):
-        """The arguments of `LATENT_FIELDS` and the stream."""
-        if const_expr(self.clusters is not None):
-            self.launch(*arguments)
-        else:
-            _, _, sizes, _ = groups_of(arguments, LatentOperands, Partials, LatentSizes)
-            if sizes.cluster_ctas == CLUSTER:
-                self._kernel(True).launch(*arguments)
-            else:
-                self._kernel(False).launch(*arguments)
-
     @cute.jit
     def launch(self, *arguments: Any):
-        """Launch one kernel; the arguments of `__call__`."""
         operands, partials, sizes, (stream,) = groups_of(
             arguments, LatentOperands, Partials, LatentSizes
         )

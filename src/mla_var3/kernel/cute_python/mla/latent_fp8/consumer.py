@@ -80,6 +80,7 @@ def consume(
     scale_log2e: Float32,
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
 ):
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
@@ -95,6 +96,7 @@ def consume(
         scale_log2e: softmax scale times log2 e.
         scheduler: the CTA's work tiles.
         columns: query rows on the N side of the second product.
+        mailbox: `Mailbox` of a kernel with clusters, else None.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -156,7 +158,7 @@ def consume(
         base += 2 * tile.pairs
         finish(
             work.o, state, exchange, outputs, tile, segments - 1, cache_scale, t, group, scheduler,
-            columns, queries.dtype,
+            columns, queries.dtype, mailbox,
         )  # fmt: skip
         tile = scheduler.next_tile(tile)
 

@@ -28,9 +28,11 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     ROPE,
     ROWS,
     THREADS,
+    WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent.cluster import VECTOR, ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
     WATCHER_WARP,
@@ -49,6 +51,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
+from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
@@ -59,7 +62,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     init_barriers,
     produce,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import Exchange, Mmas, Queries
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, Exchange, Mmas, Queries
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 """Registers per thread after `setmaxnreg`: with 232 the products are serialised."""
@@ -74,7 +77,7 @@ def columns_for(rows: int) -> int:
     return next((columns for columns in COLUMN_CHOICES if rows <= columns), ROWS)
 
 
-class LatentFp8Sm90:
+class LatentFp8Sm90(ClusterHost):
     """Host and device code for one element type of the queries and one cache format.
 
     Attributes:
@@ -85,18 +88,27 @@ class LatentFp8Sm90:
         empty_positive: see `latent.ops.final_lse`.
         early: see `FlashMLASm90`. The kernel in front writes queries only, so KV blocks are loaded
             before the wait.
+        clusters: see `ClusterHost`.
     """
 
-    def __init__(self, dtype, columns=ROWS, per_token=True, empty_positive=False, early=False):
+    def __init__(
+        self,
+        dtype,
+        columns=ROWS,
+        per_token=True,
+        empty_positive=False,
+        early=False,
+        clusters=None,
+    ):
         self.dtype = dtype
         self.columns = columns
         self.per_token = per_token
         self.empty_positive = empty_positive
         self.early = early
+        self.clusters = clusters
 
     @cute.jit
-    def __call__(self, *arguments: Any):
-        """The arguments of `LATENT_FIELDS` and the stream."""
+    def launch(self, *arguments: Any):
         operands, partials, sizes, (stream,) = groups_of(
             arguments, LatentOperands, Partials, LatentSizes
         )
@@ -232,6 +244,7 @@ class LatentFp8Sm90:
         ).launch(
             grid=(sizes.group_ctas, sizes.group_count, 1),
             block=(THREADS, 1, 1),
+            cluster=(1, CLUSTER, 1) if self.clusters else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=self.early,
@@ -304,7 +317,7 @@ class LatentFp8Sm90:
         scheduler = Scheduler.of(
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
-            whole_items, group_ctas, visits, group_count, group, rank,
+            whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
         )  # fmt: skip
         cute.arch.sync_threads()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
@@ -354,6 +367,10 @@ class LatentFp8Sm90:
                 store.rescales.get_tensor(two), risen, store.row_sum.get_tensor(two),
                 store.tops.get_tensor(two), store.carried.get_tensor(two),
             )  # fmt: skip
+            mailbox = None
+            if const_expr(self.clusters):
+                vectors = HALF * self.columns // WARPGROUP // VECTOR
+                mailbox = mailbox_of(store.keys.data_ptr(), store.rope.data_ptr(), vectors)
             whole_scale = Float32(1.0)
             if const_expr(not self.per_token):
                 whole_scale = cache_scale[0]  # type: ignore[index]
@@ -367,7 +384,7 @@ class LatentFp8Sm90:
                     q_latent, q_rope, q_latent_stride, q_rope_stride, q_latent_token_stride,
                     q_rope_token_stride, heads, self.dtype,
                 ),
-                exchange, outputs, whole_scale, scale_log2e, scheduler, self.columns,
+                exchange, outputs, whole_scale, scale_log2e, scheduler, self.columns, mailbox,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -18,12 +18,16 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     row_sum,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.cluster import (
+    meet,
+    send_row,
+    send_values,
+    weights,
+)
 from mla_var3.kernel.cute_python.mla.latent.merge import slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    partial_slot,
-)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot, writes
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, WEIGHT_BITS, Exchange
 
 MOST_RISE = 64.0
@@ -169,6 +173,7 @@ def finish(
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
 ):
     """Normalise by the row sums of both warpgroups, and write the tile's result or partial.
 
@@ -190,28 +195,80 @@ def finish(
         read_back(o, exchange, own_words(outputs, tile, t, group, scheduler), t, group, columns)
     # Partials are written where other threads had their flushed output: not before all have it.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    if const_expr(scheduler.clusters):
+        if tile.split == Split.HALF:
+            merge_halves(o, exchange, mailbox, t, group, scheduler, columns)
     slot = partial_slot(tile, scheduler)
+    partial, exists = writes(tile, Boolean(True), group, scheduler)
     rows = tile.rows - tile.row
+    if not exists:
+        rows = Int32(0)
     lse, lse_partial = outputs.lse, outputs.lse_partial
-    if t < ROWS:
+    if t < ROWS and exists:
         total = exchange.row_sum[t, 0] + exchange.row_sum[t, 1]
         inverse, lse_log2 = normaliser(total, exchange.tops[t, group] - WEIGHT_BITS)
         exchange.tops[t, group] = inverse * cache_scale
         if group == 0 and t < rows:
-            if tile.split != 0:
+            if partial:
                 lse_partial[slot * ROWS + t] = lse_log2
             else:
                 at = tile.base + tile.row + t
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
     column = group * HALF + t // 32 * 16 + t % 32 // 4 * 2  # the first of this thread's
-    if tile.split != 0:
+    if partial:
         start = Int64(slot) * (slot_rows(outputs.o_partial) * LATENT)
         first = outputs.o_partial + (start + column)
         store_rows(o, exchange, first, rows, t, group, columns, outputs.o_partial.dtype)
     else:
         first = outputs.o_latent + (Int64(tile.base + tile.row) * LATENT + column)
         store_rows(o, exchange, first, rows, t, group, columns, dtype)
+
+
+@cute.jit
+def merge_halves(
+    o: cute.Tensor,
+    exchange: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Merge the half of this CTA with that of the other one of its cluster, see `latent/cluster.py`.
+
+    Behind it the warpgroup that keeps its columns has the output of both halves, and `exchange`
+    their sums and maxima for it.
+    """
+    rank = scheduler.cluster_rank
+    meet()  # no warp of the cluster reads its KV blocks any more
+    if group != rank:
+        send_values(o, mailbox, 1 - rank, t)
+        if t < ROWS:
+            total = exchange.row_sum[t, 0] + exchange.row_sum[t, 1]
+            send_row(total, exchange.tops[t, group], t, mailbox, 1 - rank)
+    meet()
+    if group == rank:
+        if t < ROWS:
+            total, top, own, other = weights(
+                exchange.row_sum[t, 0] + exchange.row_sum[t, 1], exchange.tops[t, group],
+                mailbox.rows[t, 0], mailbox.rows[t, 1],
+            )  # fmt: skip
+            exchange.row_sum[t, group] = total
+            exchange.row_sum[t, 1 - group] = Float32(0.0)
+            exchange.tops[t, group] = top
+            exchange.scales[t, group] = own
+            exchange.carried[t, group] = other
+        sync_warpgroup(Barrier.WARPGROUP_0 + group)
+        for j in cutlass.range_constexpr(columns // 8):
+            for m in cutlass.range_constexpr(HALF // 64):
+                received = mailbox.values[None, t, m * (columns // 8) + j].load()
+                for e in cutlass.range_constexpr(2):
+                    row = own_row(j, e, t % 32)
+                    own, other = exchange.scales[row, group], exchange.carried[row, group]
+                    for r in cutlass.range_constexpr(2):
+                        value = o[(e, j), (r, m)] * own
+                        o[(e, j), (r, m)] = value + received[2 * r + e] * other
 
 
 @cute.jit
