@@ -7,8 +7,8 @@ CTA groups share every item (`ranges.halves_pay`), the CTAs of equal rank in the
     warpgroup 0 keeps the left columns        warpgroup 0 sends them to CTA 0
     warpgroup 1 sends the right columns       warpgroup 1 keeps them
 
-A warpgroup sends its accumulators as they are, with the sum and the maximum of every row. They
-arrive where KV blocks were. The thread that receives them has the same rows and columns of its own.
+A warpgroup sends its accumulators, with the sum and the maximum of every row. They arrive where KV
+blocks were. The thread that receives them has the same rows and columns of its own.
 """
 
 import copy
@@ -28,8 +28,8 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 
-VECTOR = 4
-"""Numbers of a thread that are sent at once, 16 bytes."""
+VECTOR_BITS = 128
+"""Of the numbers of a thread that are sent at once."""
 
 
 class ClusterHost:
@@ -70,7 +70,7 @@ class Mailbox:
     """Shared memory where a CTA receives what the other one sends.
 
     Attributes:
-        values: [number of a vector, thread of the warpgroup, vector].
+        values: [number of a vector, thread of the warpgroup, vector], in the type that is sent.
         rows: [row, (sum, maximum)].
     """
 
@@ -78,17 +78,23 @@ class Mailbox:
     rows: Any
 
 
-def mailbox_of(values: cute.Pointer, rows: cute.Pointer, vectors: int) -> Mailbox:
+def mailbox_of(
+    values: cute.Pointer, rows: cute.Pointer, accumulators: int, dtype: Any = Float32
+) -> Mailbox:
     """A mailbox over tiles that no warp reads any more.
 
     Args:
         values: where the accumulators of a warpgroup find room.
         rows: where two numbers per row do.
-        vectors: of a thread's accumulators.
+        accumulators: of a thread.
+        dtype: type in which they are sent.
     """
-    layout = cute.make_layout((VECTOR, WARPGROUP, vectors), stride=(1, VECTOR, VECTOR * WARPGROUP))
+    vector = VECTOR_BITS // dtype.width
+    shape = (vector, WARPGROUP, accumulators // vector)
     return Mailbox(
-        cute.make_tensor(cute.recast_ptr(values, dtype=Float32), layout),
+        cute.make_tensor(
+            cute.recast_ptr(values, dtype=dtype), cute.make_ordered_layout(shape, order=(0, 1, 2))
+        ),
         cute.make_tensor(
             cute.recast_ptr(rows, dtype=Float32), cute.make_layout((ROWS, 2), stride=(2, 1))
         ),
@@ -113,13 +119,17 @@ def send_values(accumulator: cute.Tensor, mailbox: cutlass.Constexpr, rank: Int3
         t: this thread of its warpgroup.
     """
     flat = cute.make_tensor(accumulator.iterator, cute.make_layout(cute.size(accumulator)))
-    for i in cutlass.range_constexpr(cute.size(accumulator) // VECTOR):
+    vector, dtype = cute.size(mailbox.values, mode=[0]), mailbox.values.element_type
+    for i in cutlass.range_constexpr(cute.size(mailbox.values, mode=[2])):
         place = (mailbox.values[None, t, i].iterator).toint().to(Int32)
-        numbers = [flat[VECTOR * i + e] for e in range(VECTOR)]
+        sent = cute.make_rmem_tensor(vector, dtype)
+        for n in cutlass.range_constexpr(vector):
+            sent[n] = flat[vector * i + n].to(dtype)
+        words = cute.recast_tensor(sent, Int32)
         cute.arch.inline_ptx(
             "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1};"
-            " st.shared::cluster.v4.f32 [a], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
-            read_only_args=[place, rank, *numbers],
+            " st.shared::cluster.v4.b32 [a], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+            read_only_args=[place, rank, *(words[n] for n in range(VECTOR_BITS // 32))],
         )
 
 

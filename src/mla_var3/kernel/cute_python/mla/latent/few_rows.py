@@ -38,12 +38,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
-from mla_var3.kernel.cute_python.mla.latent.cluster import (
-    meet,
-    send_row,
-    send_values,
-    weights,
-)
+from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
 from mla_var3.kernel.cute_python.mla.latent.mask import (
     first_hidden,
     needs_mask,

@@ -53,7 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
-from mla_var3.kernel.cute_python.mla.latent.cluster import VECTOR, ClusterHost, mailbox_of
+from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
@@ -373,8 +373,8 @@ class FlashMLASm90(ClusterHost):
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             mailbox = None
             if const_expr(self.clusters):
-                vectors = self.widths.half * self.q_rows // WARPGROUP // VECTOR
-                mailbox = mailbox_of(store.even.data_ptr(), store.odd.data_ptr(), vectors)
+                accumulators = self.widths.half * self.q_rows // WARPGROUP
+                mailbox = mailbox_of(store.even.data_ptr(), store.odd.data_ptr(), accumulators)
             if const_expr(self.few > 0):
                 few_exchange = FewExchange(
                     store.row_max_few.get_tensor(two),

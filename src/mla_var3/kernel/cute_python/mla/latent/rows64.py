@@ -36,13 +36,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release
-from mla_var3.kernel.cute_python.mla.latent.cluster import (
-    VECTOR,
-    meet,
-    send_row,
-    send_values,
-    weights,
-)
+from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
 from mla_var3.kernel.cute_python.mla.latent.mask import (
     first_hidden,
     needs_mask,
@@ -366,7 +360,7 @@ def merge_halves(
             )
             if lane % 4 == 0:
                 sums[r] = total
-        for j in cutlass.range_constexpr(cute.size(o) // VECTOR):
+        for j in cutlass.range_constexpr(cute.size(o) // 4):
             received = mailbox.values[None, t, j].load()
             for r in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):

@@ -32,7 +32,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
-from mla_var3.kernel.cute_python.mla.latent.cluster import VECTOR, ClusterHost, mailbox_of
+from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
     WATCHER_WARP,
@@ -369,8 +369,11 @@ class LatentFp8Sm90(ClusterHost):
             )  # fmt: skip
             mailbox = None
             if const_expr(self.clusters):
-                vectors = HALF * self.columns // WARPGROUP // VECTOR
-                mailbox = mailbox_of(store.keys.data_ptr(), store.rope.data_ptr(), vectors)
+                # In 16 bits, as partials: 1 to 1.3 us less with 64 rows.
+                mailbox = mailbox_of(
+                    store.keys.data_ptr(), store.rope.data_ptr(), HALF * self.columns // WARPGROUP,
+                    BFloat16,
+                )  # fmt: skip
             whole_scale = Float32(1.0)
             if const_expr(not self.per_token):
                 whole_scale = cache_scale[0]  # type: ignore[index]

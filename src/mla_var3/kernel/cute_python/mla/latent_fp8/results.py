@@ -18,12 +18,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     row_sum,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
-from mla_var3.kernel.cute_python.mla.latent.cluster import (
-    meet,
-    send_row,
-    send_values,
-    weights,
-)
+from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
 from mla_var3.kernel.cute_python.mla.latent.merge import slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
@@ -260,15 +255,15 @@ def merge_halves(
             exchange.scales[t, group] = own
             exchange.carried[t, group] = other
         sync_warpgroup(Barrier.WARPGROUP_0 + group)
-        for j in cutlass.range_constexpr(columns // 8):
-            for m in cutlass.range_constexpr(HALF // 64):
-                received = mailbox.values[None, t, m * (columns // 8) + j].load()
-                for e in cutlass.range_constexpr(2):
-                    row = own_row(j, e, t % 32)
-                    own, other = exchange.scales[row, group], exchange.carried[row, group]
-                    for r in cutlass.range_constexpr(2):
-                        value = o[(e, j), (r, m)] * own
-                        o[(e, j), (r, m)] = value + received[2 * r + e] * other
+        flat = cute.make_tensor(o.iterator, cute.make_layout(cute.size(o)))
+        vector = cute.size(mailbox.values, mode=[0])
+        for i in cutlass.range_constexpr(cute.size(mailbox.values, mode=[2])):
+            received = mailbox.values[None, t, i].load().to(Float32)
+            for n in cutlass.range_constexpr(vector):
+                at = vector * i + n
+                row = own_row(at // 4 % (columns // 8), at % 2, t % 32)
+                own, other = exchange.scales[row, group], exchange.carried[row, group]
+                flat[at] = flat[at] * own + received[n] * other
 
 
 @cute.jit
