@@ -33,7 +33,6 @@ def latent_program(operands: LatentOperands, options: LatentOptions) -> LatentPr
     """The kernel of a call: that for 8-bit caches where the cache has scales."""
     rows, scales = options.max_q * operands.lse.shape[-1], operands.scales
     constants: dict[str, Any] = {"empty_positive": options.empty_positive}
-    constants |= {} if may_cluster(options) else {"clusters": False}
     if scales is not None:
         columns = ROWS if options.batch_invariant else columns_for(rows)
         constants |= {"columns": columns, "per_token": scales.numel() > 1}
@@ -42,4 +41,5 @@ def latent_program(operands: LatentOperands, options: LatentOptions) -> LatentPr
     few = 0 if options.batch_invariant else default_few(rows)
     constants |= {"few": few, "head_box": head_box(operands), "widths": operands.widths}
     constants |= {"overlap": options.overlap} if options.overlap else {}
+    constants |= {} if may_cluster(options) else {"clusters": False}
     return LatentProgram(FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), constants)
