@@ -163,7 +163,9 @@ def halved(lengths: tuple[int, ...], rows: int) -> bool:
     return in_halves(lengths, group_shape(-(-rows // 64), len(lengths), sms))
 
 
-@pytest.mark.parametrize(("s", "h"), [(1, 16), (2, 16), (3, 5), (4, 16), (1, 64), (2, 64), (1, 128)])
+@pytest.mark.parametrize(
+    ("s", "h"), [(1, 16), (2, 16), (3, 5), (4, 16), (1, 64), (2, 64), (1, 128)]
+)
 @FORMAT
 def test_requests_in_halves(fmt: str, s: int, h: int, generator: torch.Generator) -> None:
     """Also of requests without tokens, with one, and with a half that some queries do not see."""
@@ -552,7 +554,9 @@ def test_flash_mlas_function(eight_bit_queries: bool, generator: torch.Generator
         require_batch((output, lse), (q[..., :K], q[..., K:]), view, "fp8", s)
 
 
-@pytest.mark.parametrize(("lengths", "s", "h"), [((513, 513), 16, 128), ((700, 129), 4, 16), (HALVES, 2, 16)])
+@pytest.mark.parametrize(
+    ("lengths", "s", "h"), [((513, 513), 16, 128), ((700, 129), 4, 16), (HALVES, 2, 16)]
+)
 @FORMAT
 def test_repeated_launches_agree(
     fmt: str, lengths: tuple[int, ...], s: int, h: int, generator: torch.Generator

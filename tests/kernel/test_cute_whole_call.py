@@ -256,7 +256,7 @@ def test_all_kernels_are_in_one_program_unchanged(fmt, h):
     operands, _ = groups_of(attention, LatentOperands)
     attention_fn, host, tiling, constants = latent_program(operands, LatentOptions(1, True, 0.1))
     own = compiled_code(attention_fn, host(element, early=True, **constants), attention, tiling)
-    assert len(own) == (1 if fmt else 2)  # in 16 bits without clusters and with them
+    assert len(own) == 2  # without clusters and with them
     for _, text in own:
         before, after = text.split("griddepcontrol.wait")
         assert "griddepcontrol.launch_dependents" in after

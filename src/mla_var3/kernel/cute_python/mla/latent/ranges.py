@@ -43,8 +43,8 @@ docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
 CLUSTER = 2
 """CTAs of a cluster. Of larger ones an H200 does not run enough at the same time: 128 CTAs in
 clusters of 4 and 8 took up to 2.9 times as long where they split, in clusters of 2 no longer
-(docs/results/2026-11-17-nvidia-h200-cluster-rows.json). With as many as fit, short contexts gain and
-others lose (docs/results/2026-11-18-nvidia-h200-small-batches-rows.json)."""
+(docs/results/2026-11-17-nvidia-h200-cluster-rows.json). Of as many as fit, short contexts gain
+and others lose (docs/results/2026-11-18-nvidia-h200-small-batches-rows.json)."""
 HALVES_SAVE = 10
 """How many quarters of a KV block a half of an item may be longer than 5/4 of an equal share, see
 `halves_pay`. Read off the same rows; other rules were not measured."""

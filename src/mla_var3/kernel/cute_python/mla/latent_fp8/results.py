@@ -230,7 +230,7 @@ def merge_halves(
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Merge the half of this CTA with that of the other one of its cluster, see `latent/cluster.py`.
+    """Merge the half of this CTA with that of the other of its cluster, see `latent/cluster.py`.
 
     Behind it the warpgroup that keeps its columns has the output of both halves, and `exchange`
     their sums and maxima for it.
