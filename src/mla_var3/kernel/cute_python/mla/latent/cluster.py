@@ -41,7 +41,7 @@ class ClusterHost:
             large batches the loops that were timed without clusters.
     """
 
-    clusters: bool | None
+    clusters: Any
 
     def launch(self, *arguments: Any) -> None:
         """Launch the kernel that `clusters` says; the arguments of `__call__`."""
