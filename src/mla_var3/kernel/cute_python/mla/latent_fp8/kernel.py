@@ -369,7 +369,8 @@ class LatentFp8Sm90(ClusterHost):
             )  # fmt: skip
             mailbox = None
             if const_expr(self.clusters):
-                # In 16 bits, as partials: 1 to 1.3 us less with 64 rows.
+                # In 16 bits, as partials: 0.7 to 1.4 us less with 64 query rows
+                # (docs/results/2026-11-18-nvidia-h200-fp8-cluster-rows.json).
                 mailbox = mailbox_of(
                     store.keys.data_ptr(), store.rope.data_ptr(), HALF * self.columns // WARPGROUP,
                     BFloat16,
