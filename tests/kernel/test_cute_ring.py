@@ -4,7 +4,6 @@ The functions of the tile scheduler are traced for a GPU; without their decorato
 and plain numbers go through them as through the kernel.
 """
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +31,7 @@ from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plu
 )
 from tests.unit.attention.emulated_stages import named_arguments
 
-from .compile_once import ring_operands
+from .compile_once import as_written, ring_operands
 
 ROWS = 64
 DEVICE_FUNCTIONS = ("work_tile_at", "ring_state", "row_limit", "places_end", "place_of")
@@ -41,7 +40,7 @@ DEVICE_FUNCTIONS = ("work_tile_at", "ring_state", "row_limit", "places_end", "pl
 @pytest.fixture(autouse=True)
 def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in DEVICE_FUNCTIONS:
-        monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
+        monkeypatch.setattr(device, name, as_written(getattr(device, name)))
     monkeypatch.setattr(device, "Int32", int)
 
 

@@ -8,7 +8,6 @@ the same ranges is tested here with its own code on 32 threads, and on a GPU.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import random
 import threading
@@ -56,6 +55,8 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     takes_turns,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
+
+from .compile_once import as_written
 
 INT32_MAX = 2**31 - 1
 SPLIT_MOVES = ITEM_COST + 1
@@ -421,7 +422,7 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
     draw = random.Random(seed)
     warp = Warp(draw.choice((0.0, 2.0)))
     for name in RANGE_FUNCTIONS:
-        monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
+        monkeypatch.setattr(device, name, as_written(getattr(device, name)))
     kinds = {"Int32": Number, "Float32": Real, "Boolean": bool}
     for name, value in {**kinds, "cute": warp.cute, "cutlass": warp.cutlass}.items():
         monkeypatch.setattr(device, name, value)

@@ -3,7 +3,6 @@
 Without their decorators the functions of the tile scheduler are Python, see `test_cute_ring.py`.
 """
 
-import inspect
 import itertools
 from typing import Any
 
@@ -31,6 +30,8 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
+from .compile_once import as_written
+
 DEVICE_FUNCTIONS = {
     mask: (
         "causal_limit", "row_limit", "window_begin", "row_begin", "needs_mask", "first_hidden",
@@ -50,14 +51,14 @@ DEVICE_FUNCTIONS = {
 def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in DEVICE_FUNCTIONS.items():
         for name in names:
-            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+            monkeypatch.setattr(module, name, as_written(getattr(module, name)))
     for module in (mask, ranges, device, merge):
         monkeypatch.setattr(module, "Int32", int)
     for module in (mask, device, merge):
         monkeypatch.setattr(module, "Boolean", bool)
     monkeypatch.setattr(merge, "Int64", int)
     monkeypatch.setattr(merge, "work_tile_at", device.work_tile_at)
-    monkeypatch.setattr(merge, "record_partial", inspect.unwrap(merge.record_partial))
+    monkeypatch.setattr(merge, "record_partial", as_written(merge.record_partial))
     monkeypatch.setattr(merge, "state_pointer", lambda *place: None)
     monkeypatch.setattr(merge.cute.arch, "store", lambda *given, **how: None)
 
@@ -209,12 +210,12 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
             )  # fmt: skip
             recorded: dict[tuple[int, int], int] = {}
             cta = group * ctas + rank
-            inspect.unwrap(merge.open_merge)(recorded, shape.ctas, cta, scheduler)
+            as_written(merge.open_merge)(recorded, shape.ctas, cta, scheduler)
             written = {}
             tile = scheduler.first_tile()
             while tile.valid:
                 if tile.split:
-                    slot = inspect.unwrap(device.partial_slot)(tile, scheduler)
+                    slot = as_written(device.partial_slot)(tile, scheduler)
                     assert slot not in written and slot // 2 == cta
                     rows = min(tile.rows - tile.row, ROWS)
                     written[slot] = [tile.split, tile.base + tile.row, rows]
@@ -235,5 +236,5 @@ def test_small_launches_leave_l2_first(group_ctas, visits, total, first, monkeyp
         WorkRange(0, 0, 0, 0, 1, total, 1), [], None, None, None, 1, 1, 16, 64, group_ctas, visits,
         0, 1, 1, 0, None, 0, 0,
     )  # fmt: skip
-    policy = inspect.unwrap(producer.kv_policy)(scheduler)
+    policy = as_written(producer.kv_policy)(scheduler)
     assert policy == (EVICT_FIRST if first else EVICT_NORMAL)
