@@ -12,6 +12,7 @@ blocks were. The thread that receives them has the same rows and columns of its 
 """
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -32,7 +33,7 @@ VECTOR_BITS = 128
 """Of the numbers of a thread that are sent at once."""
 
 
-class ClusterHost:
+class ClusterHost(ABC):
     """Host code of a latent kernel in which two CTA groups may share every item, or not.
 
     Attributes:
@@ -43,9 +44,9 @@ class ClusterHost:
 
     clusters: Any
 
+    @abstractmethod
     def launch(self, *arguments: Any) -> None:
         """Launch the kernel that `clusters` says; the arguments of `__call__`."""
-        raise NotImplementedError
 
     def _kernel(self, clusters: bool) -> Self:
         chosen = copy.copy(self)

@@ -360,7 +360,7 @@ def merge_halves(
             )
             if lane % 4 == 0:
                 sums[r] = total
-        for j in cutlass.range_constexpr(cute.size(o) // 4):
+        for j in cutlass.range_constexpr(cute.size(mailbox.values, mode=[2])):
             received = mailbox.values[None, t, j].load()
             for r in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
