@@ -395,6 +395,25 @@ def test_scores_that_are_all_far_from_zero(shift: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [CUT, HALVES[1], HALVES[3]], ids=str)
+@pytest.mark.parametrize("size", [1.0e-20, 1.0, 1.0e30])
+def test_columns_of_any_size_are_exact(case: Case, size: float) -> None:
+    """CTAs exchange rows in 16 bits: columns far below the largest keep all bits of the result."""
+    plan, inputs, stage = planned(case)
+    q_latent, _, c_kv, *_ = inputs
+    q_latent.zero_()  # the rope part alone decides the scores
+    spread = torch.arange(c_kv.shape[-1], device=DEVICE) % 25
+    c_kv.mul_(size * torch.exp2(-spread.double()).to(c_kv.dtype))
+    poison_outputs(stage)
+    stage.launch()
+    wanted = plan.reference_fn(*inputs, compute_dtype=torch.float64)[0]
+    difference = outputs_of(stage)[0].double() - wanted
+    for n in (0, 12, 24):
+        error, scale = ((part[..., spread == n] / size).norm() for part in (difference, wanted))
+        assert float(error / scale) < RELATIVE[plan.dtype]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("page", [0, 64])
 def test_repeated_runs_are_identical(page: int) -> None:
     _, _, stage = planned(dataclasses.replace(CUT, page=page))

@@ -156,8 +156,8 @@ def test_the_cost_counts_the_partials_that_a_tiling_makes():
     without = attention.algorithmic_flops_bytes_fn(whole)
     assert without == plan._algorithmic_flops_bytes(whole)
     flops, moved = attention.algorithmic_flops_bytes_fn(split)
-    assert (flops - without[0], moved - without[1]) == merge_cost(10, 2)
-    assert merge_cost(10, 2)[1] == 10 * 64 * (512 * (4 + 2) + 4)
+    assert (flops - without[0], moved - without[1]) == merge_cost(10 * 64, 2, 2)
+    assert merge_cost(10 * 64, 2, 2)[1] == 10 * 64 * (512 * (2 + 2) + 4)
 
 
 def test_the_scale_of_the_model_reaches_the_kernel():

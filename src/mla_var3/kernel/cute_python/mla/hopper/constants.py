@@ -39,6 +39,8 @@ numbers together use all of them: 2 * 232 + 40 = 3 * 168."""
 
 DEFAULT_SM_COUNT = 132
 """SMs assumed where no device is known."""
+VECTOR_BITS = 128
+"""What a thread reads or writes at once at most."""
 SCORE_FLOOR = -1.0e30
 """Start of a running maximum; finite, so that no difference of infinities arises."""
 LN_2 = 0.6931471805599453

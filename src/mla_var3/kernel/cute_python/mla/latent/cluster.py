@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, WARPGROUP
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, VECTOR_BITS, WARPGROUP
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
     LatentSizes,
@@ -28,9 +28,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
 )
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
-
-VECTOR_BITS = 128
-"""Of the numbers of a thread that are sent at once."""
 
 
 class ClusterHost(ABC):

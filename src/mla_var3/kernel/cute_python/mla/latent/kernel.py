@@ -34,7 +34,7 @@ from typing import Any
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
@@ -195,6 +195,7 @@ class FlashMLASm90(ClusterHost):
             row_sum: cute.struct.MemRange[Float32, 2 * ROWS]
             row_max_few: cute.struct.MemRange[Float32, 2 * ROWS]
             scales_few: cute.struct.MemRange[Float32, 2 * ROWS]
+            peaks: cute.struct.MemRange[Float32, 2 * ROWS]
             warp_rows: cute.struct.MemRange[Float32, CONSUMER_WARPS * ROWS]
             q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * widths.columns], 1024]
             even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * widths.columns], 1024]
@@ -367,14 +368,18 @@ class FlashMLASm90(ClusterHost):
                     watch_starts(merges, merge, ctas, cta)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            exchanged = Float32 if self.few > 0 else Float16
+            partials = cute.recast_ptr(o_partial, dtype=exchanged)
             outputs = Outputs(
-                o_latent, lse, o_partial, lse_partial, merges, self.empty_positive, self.widths
+                o_latent, lse, partials, lse_partial, merges, self.empty_positive, self.widths
             )
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             mailbox = None
             if const_expr(self.clusters):
                 accumulators = self.widths.half * self.q_rows // WARPGROUP
-                mailbox = mailbox_of(store.even.data_ptr(), store.odd.data_ptr(), accumulators)
+                mailbox = mailbox_of(
+                    store.even.data_ptr(), store.odd.data_ptr(), accumulators, exchanged
+                )
             if const_expr(self.few > 0):
                 few_exchange = FewExchange(
                     store.row_max_few.get_tensor(two),
@@ -391,6 +396,7 @@ class FlashMLASm90(ClusterHost):
                     store.scale_even.get_tensor(line),
                     store.scale_odd.get_tensor(line),
                     store.row_sum.get_tensor(two),
+                    store.peaks.get_tensor(two),
                 )
                 compute_rows64(
                     qk_mma, pv_mma, pv_mma_shared, tiles, barriers, exchange, outputs,
@@ -486,8 +492,9 @@ def latent_stage(
     def whole_cost_fn(tiling: FlashMLATiling) -> tuple[float, float]:
         shape = groups(tiling)
         flops, moved = cost_fn(tiling)
+        rows = partial_count(kv_lengths, shape) * shape.group_ctas * (tiling.few or ROWS)
         more_flops, more_moved = merge_cost(
-            partial_count(kv_lengths, shape) * shape.group_ctas, o_latent.element_size(), plan.k
+            rows, 4 if tiling.few else 2, o_latent.element_size(), plan.k
         )
         return flops + more_flops, moved + more_moved
 

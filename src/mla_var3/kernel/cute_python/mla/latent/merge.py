@@ -1,7 +1,8 @@
 """Merges the partials of split work tiles, at the end of the latent kernel's own launch.
 
-    o_partial [slots, 64, k] float32, normalised within the split; of an 8-bit cache bfloat16, in
-        the first half of a slot
+    o_partial [slots, 64, k] float32, normalised within the split. Tiles of 64 rows write float16
+        into the first half of a slot, and behind it a factor per row (`partial_factors`); of an
+        8-bit cache partials are bfloat16, without factors
     lse_partial [slots, 64] float32, in powers of two; -inf for a row without a visible token
     merges [slots + CTAs + 1, 4] int32:
         of every slot its record (`Record`)
@@ -38,7 +39,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARP_BITS,
@@ -47,16 +48,15 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     LATENT,
     PRODUCER_WARP,
     ROWS,
+    VECTOR_BITS,
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
 
-CHUNK = 128
-"""Columns of a row that a warp reads at once, four per lane: 16 bytes of float32."""
 LOADS = 16
-"""Such reads that a lane starts before it uses the first: the 8 warps of a CTA have few in
-flight otherwise. Other numbers were not measured."""
+"""Reads of `VECTOR_BITS` that a lane starts before it uses the first: the 8 warps of a CTA have few
+in flight otherwise. Other numbers were not measured."""
 LOOKS = 16
 """How often a CTA that has computed all looks for others that have not started before it leaves.
 CTAs without work end while the last ones are being started. Other numbers were not measured."""
@@ -117,10 +117,11 @@ def may_split(work_range, group_count):
     return work_range.step != group_count
 
 
-def merge_cost(partials: int, element_size: int, k: int = LATENT) -> tuple[float, float]:
-    """FLOPs and bytes of merging partials of this width into elements of this size."""
-    rows = partials * ROWS
-    return 2.0 * rows * k, float(rows * (k * 4 + 4 + k * element_size))
+def merge_cost(
+    rows: int, partial_size: int, element_size: int, k: int = LATENT
+) -> tuple[float, float]:
+    """FLOPs and bytes of merging rows of partials, by the sizes of elements before and after."""
+    return 2.0 * rows * k, float(rows * (k * (partial_size + element_size) + 4))
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class MergeShared:
         stays: [CTA]: whether it takes part.
         totals: see `Total`.
         weights: [warp, 2] maximum and sum of weights of a warp's partials.
-        sums: [warp, 4, lane] a warp's weighted sum.
+        sums: [warp, column of a vector, lane] a warp's weighted sum.
     """
 
     records: Any
@@ -147,7 +148,7 @@ class MergeShared:
 TABLE_SHAPES = ((MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_CTAS,), (len(Total),))
 """Shapes of the integers of `MergeShared`, which are written while the CTA computes."""
 TABLE_WORDS = sum(math.prod(shape) for shape in TABLE_SHAPES)
-SUM_SHAPES = ((CONSUMER_WARPS, 2), (CONSUMER_WARPS, 4, 32))
+SUM_SHAPES = ((CONSUMER_WARPS, 2), (CONSUMER_WARPS, VECTOR_BITS // Float16.width, 32))
 """Shapes of its numbers, which lie over tiles that no warp reads any more."""
 
 
@@ -408,7 +409,7 @@ def merge_own_rows(
     dtype: cutlass.Constexpr,
 ):
     """Merge this CTA's share of the rows."""
-    chunks = outputs.widths.k // CHUNK
+    chunks = outputs.widths.k // (32 * vector_columns(outputs.o_partial))
     rows = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS]
     if rows * chunks > ctas * CONSUMER_WARPS:
         merge_units(outputs, shared, group_ctas, ctas, Int32(0), chunks, dtype)
@@ -449,7 +450,8 @@ def merge_units(
         shared.totals[total] for total in (Total.TILES, Total.MOST_ROWS, Total.CTAS, Total.RANK)
     )
     k = outputs.widths.k
-    per_row = k // CHUNK // chunks
+    vector = vector_columns(outputs.o_partial)
+    per_row = k // (32 * vector) // chunks
     tile_units = most * per_row
     units = tiles * tile_units
     team = Int32(1) << team_bits
@@ -463,6 +465,9 @@ def merge_units(
         outputs.o_partial,
         cute.make_layout((slots * slot_rows(outputs.o_partial), k), stride=(k, 1)),
     )
+    factors = None
+    if const_expr(outputs.o_partial.dtype is Float16):
+        factors = partial_factors(outputs.o_partial, slots, k)
     unit = (rank << (CONSUMER_WARP_BITS - team_bits)) + (warp >> team_bits)
     for _ in cutlass.range(turns, unroll=1):
         first = Int32(0)
@@ -478,12 +483,12 @@ def merge_units(
             valid = row < shared.records[first, Record.ROWS]
         top = -Float32.inf
         weight = Float32(0.0)
-        acc = cute.make_rmem_tensor((4, chunks), Float32)
+        acc = cute.make_rmem_tensor((vector, chunks), Float32)
         acc.fill(0.0)
         if valid:
             top, weight = add_partials(
-                partials, outputs.lse_partial, shared, acc, first, row, chunk, group_ctas, slots,
-                member, team, chunks,
+                partials, factors, outputs.lse_partial, shared, acc, first, row, chunk, group_ctas,
+                slots, member, team, chunks,
             )  # fmt: skip
         if const_expr(chunks == 1):
             if team > 1:
@@ -492,6 +497,17 @@ def merge_units(
             at = shared.records[first, Record.FIRST_ROW] + row
             store_merged(outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype)
         unit += per_turn
+
+
+def vector_columns(o_partial: cute.Pointer) -> int:
+    """Columns of a row of partials that a lane reads at once. A chunk is what a warp reads."""
+    return VECTOR_BITS // o_partial.dtype.width
+
+
+def partial_factors(o_partial: cute.Pointer, slots: Int32, k: int) -> cute.Tensor:
+    """[slot, row] the factor by which a row of partials in float16 is to be multiplied."""
+    words = cute.recast_ptr(o_partial, dtype=Float32) + ROWS * k // 2
+    return cute.make_tensor(words, cute.make_layout((slots, ROWS), stride=(ROWS * k, 1)))
 
 
 def slot_rows(o_partial: cute.Pointer) -> int:
@@ -524,6 +540,7 @@ def count_partials(shared: cutlass.Constexpr, second: Int32, step: Int32, slots:
 @cute.jit
 def add_partials(
     partials: cute.Tensor,
+    factors: cutlass.Constexpr,
     lse_partial: cute.Tensor,
     shared: cutlass.Constexpr,
     acc: cute.Tensor,
@@ -540,9 +557,10 @@ def add_partials(
 
     Args:
         partials: o_partial as rows.
+        factors: `partial_factors`, or None for partials that have none.
         lse_partial: LSE of these rows.
         shared: shared memory of the merge.
-        acc: (4, chunks) this lane's columns.
+        acc: (columns of a vector, chunks) this lane's columns.
         first: slot of the tile's first partial.
         row: row of the tile.
         chunk: which unit of the row's columns.
@@ -557,11 +575,14 @@ def add_partials(
     second = (first & -2) + step
     count = count_partials(shared, second, step, slots)
     batch = LOADS // chunks
+    vector = cute.size(acc, mode=[0])
     top = -Float32.inf
     weight = Float32(0.0)
     for base in cutlass.range(rank, count, team * batch, unroll=1):
-        loaded = cute.make_rmem_tensor((4, chunks, batch), partials.element_type)
+        loaded = cute.make_rmem_tensor((vector, chunks, batch), partials.element_type)
         own = cute.make_rmem_tensor(batch, Float32)
+        own_factors = cute.make_rmem_tensor(batch, Float32)
+        own_factors.fill(0.0)
         own.fill(-Float32.inf)
         loaded.fill(0.0)
         for j in cutlass.range_constexpr(batch):
@@ -571,10 +592,12 @@ def add_partials(
                 if i == 0:
                     slot = first
                 own[j] = lse_partial[slot * ROWS + row]
+                if const_expr(factors is not None):
+                    own_factors[j] = factors[slot, row]
                 for c in cutlass.range_constexpr(chunks):
                     column = (chunk * chunks + c) * 32 + lane
                     place = slot * slot_rows(partials.iterator) + row
-                    source = cute.local_tile(partials[place, None], (4,), (column,))
+                    source = cute.local_tile(partials[place, None], (vector,), (column,))
                     cute.autovec_copy(source, loaded[None, c, j])
         new = top
         for j in cutlass.range_constexpr(batch):
@@ -586,6 +609,8 @@ def add_partials(
         for j in cutlass.range_constexpr(batch):
             own_weight = cute.math.exp2(own[j] - level, fastmath=True)
             weight += own_weight
+            if const_expr(factors is not None):
+                own_weight = own_weight * own_factors[j]
             acc.store(acc.load() + loaded[None, None, j].load().to(Float32) * own_weight)
         top = new
     return top, weight
@@ -612,7 +637,7 @@ def add_team(
 ):
     """Add the sums of a team's warps; the first warp gets the result. All warps call it."""
     lane = cute.arch.lane_idx()
-    for e in cutlass.range_constexpr(4):
+    for e in cutlass.range_constexpr(cute.size(acc, mode=[0])):
         shared.sums[warp, e, lane] = acc[e, 0]
     if lane == 0:
         shared.weights[warp, 0] = top
@@ -627,7 +652,7 @@ def add_team(
         for other in cutlass.range(team, unroll=1):
             scale = cute.math.exp2(shared.weights[warp + other, 0] - level, fastmath=True)
             weight += shared.weights[warp + other, 1] * scale
-            for e in cutlass.range_constexpr(4):
+            for e in cutlass.range_constexpr(cute.size(acc, mode=[0])):
                 acc[e, 0] = acc[e, 0] + shared.sums[warp + other, e, lane] * scale
     # The next turn writes where this one is read.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
@@ -653,11 +678,12 @@ def store_merged(
     if weight > 0.0:
         inverse = Float32(1.0) / weight
         lse_log2 = top + cute.math.log2(weight, fastmath=True)
-    narrow = cute.make_rmem_tensor((4, chunks), dtype)
+    vector = cute.size(acc, mode=[0])
+    narrow = cute.make_rmem_tensor((vector, chunks), dtype)
     narrow.store((acc.load() * inverse).to(dtype))
-    start = Int64(row) * outputs.widths.k + (chunk * CHUNK + lane * 4)
+    start = Int64(row) * outputs.widths.k + (chunk * (32 * vector) + lane * vector)
     for c in cutlass.range_constexpr(chunks):
-        place = (outputs.o_latent + (start + c * CHUNK)).align(8)
-        cute.autovec_copy(narrow[None, c], cute.make_tensor(place, 4))
+        place = (outputs.o_latent + (start + c * (32 * vector))).align(vector * 2)
+        cute.autovec_copy(narrow[None, c], cute.make_tensor(place, vector))
     if chunk == 0 and lane == 0:
         lse[row] = final_lse(lse_log2, outputs.empty_positive)

@@ -132,7 +132,7 @@ def takes_turns(longest, items, group_count, total):
         total: length of the line.
     """
     rounds = quotient(items + group_count - 1, group_count)
-    return rounds * (longest + ITEM_COST) <= quotient(total, group_count) + MERGE_COST
+    return (rounds * (longest + ITEM_COST) - MERGE_COST) * group_count <= total
 
 
 def half_of(blocks, step):
@@ -154,9 +154,10 @@ def halves_pay(longest, group_count, total, step):
         step: see `split_step`.
     """
     half = half_of(longest, step)
-    share = quotient(total, group_count)
-    quarters = 5 * share + quotient(5 * (total - share * group_count), group_count)
-    return 4 * half <= cutlass.min(quarters + HALVES_SAVE, 4 * (longest - HALVES_COST))
+    most = cutlass.min(
+        5 * total + HALVES_SAVE * group_count, 4 * (longest - HALVES_COST) * group_count
+    )
+    return 4 * half * group_count <= most
 
 
 # --- on the device --------------------------------------------------------------------------------

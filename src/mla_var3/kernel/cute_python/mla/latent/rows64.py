@@ -31,7 +31,6 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     raise_max,
     rescale,
     row_sum,
-    store_row,
     thread_max,
     two_rows,
 )
@@ -44,6 +43,7 @@ from mla_var3.kernel.cute_python.mla.latent.mask import (
     row_limit,
     tree_hides,
 )
+from mla_var3.kernel.cute_python.mla.latent.merge import partial_factors, slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     Barrier,
@@ -52,6 +52,12 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     block_parts,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot, writes
+
+FLOAT16_PEAK = 2.0**14
+"""Largest magnitude of a row that is exchanged in float16: numbers down to 2**-28 of it have all 11
+bits, and rounding errors do not make it too large."""
+LEAST_PEAK = 1.0e-25
+"""Smaller magnitudes than this count as it, so that a row's sum times its factor fits a float32."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,14 @@ class Exchange:
         row_max: [64] running maximum.
         scale_even, scale_odd: [64] factors by which the even or odd block's maximum rescales.
         row_sum: [64, warpgroup] sums of probabilities.
+        peaks: [64, warpgroup] largest magnitudes of the output, see `float16_factor`.
     """
 
     row_max: Any
     scale_even: Any
     scale_odd: Any
     row_sum: Any
+    peaks: Any
 
 
 @cute.jit
@@ -247,7 +255,7 @@ def compute_rows64(
         if const_expr(scheduler.clusters):
             if tile.split == Split.HALF:
                 merge_halves(o, sums, top, exchange.row_sum, mailbox, row0, t, group, scheduler)
-        finish(o, sums, top, exchange.row_sum, outputs, tile, row0, lane, group, scheduler, dtype)
+        finish(o, sums, top, exchange, outputs, tile, row0, lane, group, scheduler, dtype)
         q_phase ^= 1
         tile = following
 
@@ -346,10 +354,13 @@ def merge_halves(
         totals[r] = row_sums[row0 + 8 * r, 0] + row_sums[row0 + 8 * r, 1]
         sums[r] = Float32(0.0)
     if group != rank:
+        for r in cutlass.range_constexpr(2):
+            factor = float16_factor(row_peak(o[r, None]))
+            o[r, None].store(o[r, None].load() * factor)
+            if lane % 4 == 0:
+                rise = cute.math.log2(factor, fastmath=True)
+                send_row(totals[r] * factor, top[r] - rise, row0 + 8 * r, mailbox, 1 - rank)
         send_values(o, mailbox, 1 - rank, t)
-        if lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                send_row(totals[r], top[r], row0 + 8 * r, mailbox, 1 - rank)
     meet()
     if group == rank:
         own, other = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -360,11 +371,13 @@ def merge_halves(
             )
             if lane % 4 == 0:
                 sums[r] = total
+        flat = cute.make_tensor(o.iterator, cute.make_layout(cute.size(o)))
+        vector = cute.size(mailbox.values, mode=[0])
         for j in cutlass.range_constexpr(cute.size(mailbox.values, mode=[2])):
-            received = mailbox.values[None, t, j].load()
-            for r in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    o[r, (e, j)] = o[r, (e, j)] * own[r] + received[2 * r + e] * other[r]
+            received = mailbox.values[None, t, j].load().to(Float32)
+            for n in cutlass.range_constexpr(vector):
+                r = n // 2 % 2
+                flat[vector * j + n] = flat[vector * j + n] * own[r] + received[n] * other[r]
 
 
 @cute.jit
@@ -372,7 +385,7 @@ def finish(
     o: cute.Tensor,
     sums: cute.Tensor,
     top: cute.Tensor,
-    row_sums: cute.Tensor,
+    exchange: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     tile: cutlass.Constexpr,
     row0: Int32,
@@ -383,31 +396,58 @@ def finish(
 ):
     """Normalise by the row sums of both warpgroups, and write the tile's result or partial."""
     lse, lse_partial = outputs.lse, outputs.lse_partial
+    row_sums, peaks = exchange.row_sum, exchange.peaks
     k, half = outputs.widths.k, outputs.widths.half
+    partial, writing = writes(tile, Boolean(True), group, scheduler)
     for r in cutlass.range_constexpr(2):
         total = row_sum(sums[r])
         if lane % 4 == 0:
             row_sums[row0 + 8 * r, group] = total
+    if partial:
+        for r in cutlass.range_constexpr(2):
+            peak = row_peak(o[r, None])
+            if lane % 4 == 0:
+                peaks[row0 + 8 * r, group] = peak
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     slot = partial_slot(tile, scheduler)
     for r in cutlass.range_constexpr(2):
         row = row0 + 8 * r
         inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
-        o[r, None].store(o[r, None].load() * inverse)
         writes_lse = group == 0 and lane % 4 == 0
-        partial, exists = writes(tile, tile.row + row < tile.rows, group, scheduler)
+        exists = writing and tile.row + row < tile.rows
         if partial:
-            if exists:
-                start = (Int64(slot) * ROWS + row) * k
-                store_row(o[r, None], half, outputs.o_partial, start + group * half, lane, Float32)
-                if writes_lse:
-                    lse_partial[slot * ROWS + row] = lse_log2
+            factor = float16_factor(cute.arch.fmax(peaks[row, 0], peaks[row, 1]))
+            o[r, None].store(o[r, None].load() * factor)
+            start = (Int64(slot) * slot_rows(outputs.o_partial) + row) * k
+            target = outputs.o_partial + (start + group * half)
+            store_narrow(o[r, None], half, target, lane, exists, outputs.o_partial.dtype)
+            if writes_lse and exists:
+                lse_partial[slot * ROWS + row] = lse_log2
+                factors = partial_factors(outputs.o_partial, slot + 1, k)
+                factors[slot, row] = inverse * cute.arch.rcp_approx(factor)
         else:
+            o[r, None].store(o[r, None].load() * inverse)
             at = Int64(tile.base + tile.row + row)
             target = outputs.o_latent + (at * k + group * half)
             store_narrow(o[r, None], half, target, lane, exists, dtype)
             if writes_lse and exists:
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
+
+
+@cute.jit
+def row_peak(row: cute.Tensor) -> Float32:
+    """The largest magnitude of a row of half an output, of the four threads that have it."""
+    peak = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(row)):
+        peak = cute.arch.fmax(peak, cute.math.absf(row[i]))
+    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
+    return cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
+
+
+@cute.jit
+def float16_factor(peak: Float32) -> Float32:
+    """The factor with which a row of this largest magnitude is exchanged in float16."""
+    return cute.arch.rcp_approx(cute.arch.fmax(peak, Float32(LEAST_PEAK)) * (1 / FLOAT16_PEAK))
 
 
 @cute.jit
