@@ -28,9 +28,10 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     CuteFlashMLA,
     FlashMLATiling,
 )
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
+    balanced_items,
     in_halves,
     partial_count,
     range_begins,
@@ -154,7 +155,14 @@ HALVES = [
     Case(50, 64, 500, 1, "ragged", causal=False),
 ]  # fmt: skip
 """Shapes whose items two CTA groups share, see `cluster.py`."""
-CASES = size_cases() + group_cases() + HALVES
+BALANCED = [
+    Case(128, 1, 1100, 128, "ragged", page=64), Case(100, 4, 700, 32, "edges"),
+    Case(90, 3, 500, 64, "ragged", causal=False, dtype="float16"),
+    Case(128, 2, 900, 8, "ragged", page=64, sms=50), Case(64, 16, 900, 24, "ragged", page=128),
+    Case(100, 4, 700, 128, "ragged", group_ctas=2),
+]  # fmt: skip
+"""Shapes whose items are taken whole, in the order of their lengths, see `balance.py`."""
+CASES = size_cases() + group_cases() + HALVES + BALANCED
 
 
 def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
@@ -224,6 +232,9 @@ def test_the_cases_are_many_and_varied() -> None:
     for case in HALVES:
         plan = case.plan()
         assert in_halves(plan.problem().kv_lengths, case.shape(plan)), case
+    for case in BALANCED:
+        plan = case.plan()
+        assert balanced_items(plan.problem().kv_lengths, case.shape(plan)), case
 
 
 def test_every_case_can_be_planned() -> None:
@@ -479,6 +490,25 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
 
 
 @pytest.mark.gpu
+def test_a_graph_is_replayed_with_items_balanced_split_and_in_turns() -> None:
+    case = Case(100, 1, 4096, 128, "equal", page=64)
+    plan, inputs, stage = planned(case)
+    graph = captured(stage.launch)
+    seen = set()
+    for most, spread in ((1000, 500), (4000, 100), (1000, 1), (600, 600), (4096, 4000)):
+        lengths = tuple(most - i * 7919 % spread for i in range(case.b))
+        shape = case.shape(plan)
+        seen.add((balanced_items(lengths, shape) is None, partial_count(lengths, shape) > 0))
+        fresh = plan.copy(lengths=lengths).prepare_inputs(DEVICE)
+        for tensor, values in zip(inputs, fresh, strict=True):
+            tensor.copy_(values)
+        poison_outputs(stage)
+        graph.replay()
+        require_close(outputs_of(stage), plan.reference_fn(*inputs), RELATIVE[plan.dtype])
+    assert len(seen) == 3 or plan.sm_count != DEFAULT_SM_COUNT
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sms", [0, 60])
 def test_two_streams_at_once(sms: int) -> None:
     """Each plan has its own buffers, so neither sees the partials of the other."""
@@ -586,6 +616,7 @@ PACKED = [
     ((1,) * 40, tuple((i * 37) % 1201 for i in range(40))),
     ((2, 200, 1), (1200, 150, 640)),
     (tuple(i % 4 for i in range(64)), tuple(800 + (i * 37) % 401 for i in range(64))),  # in halves
+    (tuple(i % 9 for i in range(200)), tuple(500 + (i * 37) % 701 for i in range(200))),  # balanced
 ]
 
 

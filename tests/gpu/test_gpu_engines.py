@@ -76,12 +76,15 @@ def test_shards_merge_to_the_whole(h, shards) -> None:
 
 
 @pytest.mark.parametrize("h", [8, 16, 128])
-def test_batch_invariant_results_are_those_of_the_request_alone(h) -> None:
-    counts, lengths = [4, 1, 8, 3, 1, 1], [5000, 1, 66, 700, 9000, 64]
+@pytest.mark.parametrize("others", [0, 150])
+def test_batch_invariant_results_are_those_of_the_request_alone(h, others) -> None:
+    """Many others make more items than CTAs, which are taken in the order of their lengths."""
+    counts = [4, 1, 8, 3, 1, 1] + [1 + i % 4 for i in range(others)]
+    lengths = [5000, 1, 66, 700, 9000, 64] + [20 + i * 37 % 300 for i in range(others)]
     batch = Batch(counts, lengths, h=h).on_gpu()
     output, lse = batch.attend(batch_invariant=True, return_lse=True)
     torch.testing.assert_close(output.cpu().double(), batch.expected()[0], **TOLERANCE)
-    for request in range(len(counts)):
+    for request in range(6):
         own = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
         alone, alone_lse = batch.only(request).attend(batch_invariant=True, return_lse=True)
         assert torch.equal(alone, output[own])

@@ -18,7 +18,7 @@ from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.call import partials_for
-from mla_var3.kernel.cute_python.mla.latent.groups import group_shape, in_halves
+from mla_var3.kernel.cute_python.mla.latent.groups import balanced_items, group_shape, in_halves
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS
 from mla_var3.op.mla.cache_formats import cache_format, quantise
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
@@ -171,6 +171,22 @@ def test_requests_in_halves(fmt: str, s: int, h: int, generator: torch.Generator
     """Also of requests without tokens, with one, and with a half that some queries do not see."""
     lengths = HALVES if s * h <= 64 else HALVES[::2]
     assert halved(lengths, s * h)
+    cache = filled(generator, fmt, 64, lengths)
+    q = queries(generator, len(lengths), s, h)
+    out = torch.full_like(q[0], torch.nan)
+    found = mla_latent_attention(*q, cache, out=out, kernel=KERNEL)
+    require_batch(found, q, cache.view(), fmt, s)
+
+
+@pytest.mark.parametrize(("s", "h"), [(1, 16), (3, 5), (1, 64), (2, 64)])
+@FORMAT
+def test_whole_requests_in_the_order_of_their_lengths(
+    fmt: str, s: int, h: int, generator: torch.Generator
+) -> None:
+    """More of them than CTAs, which take whole ones; also without tokens."""
+    lengths = tuple(0 if i == 5 else 500 + (i * 37) % 301 for i in range(200))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert balanced_items(lengths, group_shape(-(-s * h // 64), len(lengths), sms))
     cache = filled(generator, fmt, 64, lengths)
     q = queries(generator, len(lengths), s, h)
     out = torch.full_like(q[0], torch.nan)

@@ -11,16 +11,16 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.conf.devices import load_devices
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape, partial_count
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_CTAS, CtaState, may_split
-from mla_var3.kernel.cute_python.mla.latent.ranges import ITEM_COST, WorkRange, takes_turns
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_CTAS, CtaState
+from mla_var3.kernel.cute_python.mla.latent.ranges import ITEM_COST, takes_turns
 
 
-def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
-    """The step from one item to the next, by the rule of `work_range`."""
+def may_split(lengths: Sequence[int], shape: GroupShape) -> bool:
+    """Whether a launch may split items, by the rule of `work_range`."""
     blocks = [-(-length // KV_BLOCK) for length in lengths for _ in range(shape.visits)]
     total = sum(blocks) + ITEM_COST * len(blocks)
     in_turn = takes_turns(max(blocks), len(blocks), shape.group_count, total)
-    return shape.group_count if in_turn else 1
+    return shape.group_count > 1 and not in_turn
 
 
 @given(
@@ -38,10 +38,7 @@ def test_a_launch_that_does_not_split_writes_no_partial(lengths, tiles, sms, equ
     if equal:
         lengths = lengths[:1] * len(lengths)
     shape = group_shape(tiles, len(lengths), sms)
-    work_range = WorkRange(0, 0, 0, 0, step_of(lengths, shape), 0, shape.group_count)
-    assert may_split(work_range, shape.group_count) or partial_count(lengths, shape) == 0
-    if shape.group_count == 1:
-        assert not may_split(work_range, shape.group_count)
+    assert may_split(lengths, shape) or partial_count(lengths, shape) == 0
 
 
 def test_the_records_of_every_known_device_fit():

@@ -33,6 +33,7 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     STREAM_COST,
     GroupShape,
     aligned_span,
+    balanced_items,
     group_shape,
     in_halves,
     partial_count,
@@ -303,9 +304,8 @@ def test_the_overflow_check_sees_an_overflow():
 @example([64 * 7, 64 * 5], GroupShape(1, 1, 3))
 def test_partials_are_counted_as_they_are_made(lengths, shape):
     made = [span for group in spans(lengths, shape) for span in group]
-    assert partial_count(lengths, shape) == sum(
-        1 for span in made if span.split and span.last > span.first
-    )
+    split = sum(1 for span in made if span.split and span.last > span.first)
+    assert partial_count(lengths, shape) == (0 if balanced_items(lengths, shape) else split)
 
 
 # --- the device's own code, a thread per lane -----------------------------------------------------
@@ -462,6 +462,7 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
         )  # fmt: skip
         assert len({dataclasses.astuple(one) for one in found}) == 1, "lanes differ"
         assert found[0].halves == halves
+        assert found[0].splits == (not halves and not turns and shape.group_count > 1)
         if halves:  # the item of this group and its neighbour, and no other
             assert (found[0].begin, found[0].begin_block) == (group // 2, 0)
             assert found[0].step == shape.group_count

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.latent.balance import (
+    balancing_pays,
+    turn_place,
+    worth_sorting,
+)
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     CLUSTER,
     ITEM_COST,
@@ -233,9 +238,33 @@ def in_halves(
     return shape.cluster_ctas > 1 and halves_pay(longest, shape.group_count, total, step)
 
 
+def balanced_items(
+    lengths: Sequence[int], shape: GroupShape, counts: Sequence[int] | None = None
+) -> list[list[int]] | None:
+    """The whole items of each group, as `balance` decides; None where it does not.
+
+    The arguments are those of `range_begins`.
+    """
+    items = _items(lengths, shape, counts)
+    groups, longest = shape.group_count, max((n for _, n in items), default=0)
+    total = sum(n + ITEM_COST for _, n in items)
+    if takes_turns(longest, len(lengths) * shape.visits, groups, total):
+        return None
+    if not worth_sorting(len(lengths), shape.visits, len(items), longest, groups):
+        return None
+    order = sorted(items, key=lambda item: -item[1])
+    turns = range(-(-len(items) // groups))
+    places = [[turn_place(turn, group, groups) for turn in turns] for group in range(groups)]
+    taken = [[order[place] for place in own if place < len(order)] for own in places]
+    longest_sum = max(sum(n + ITEM_COST for _, n in own) for own in taken)
+    if not balancing_pays(longest_sum, total, shape.visits, groups):
+        return None
+    return [[item for item, _ in own] for own in taken]
+
+
 def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
     """Partials that a launch writes to memory, per CTA of a group."""
-    if in_halves(lengths, shape):
+    if in_halves(lengths, shape) or balanced_items(lengths, shape):
         return 0
     begins = range_begins(lengths, shape)
     items = len(lengths) * shape.visits

@@ -52,6 +52,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent.balance import balanced
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
@@ -59,7 +60,6 @@ from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_co
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
     WATCHER_WARP,
-    may_split,
     merge_cost,
     merge_partials,
     merge_rows,
@@ -335,10 +335,12 @@ class FlashMLASm90(ClusterHost):
             whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
         )  # fmt: skip
         cute.arch.sync_threads()
+        if const_expr(not self.clusters):
+            scheduler = balanced(scheduler, store.merge.data_ptr(), whole_items)
         if const_expr(self.overlap == "first"):
             cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
-        splits = may_split(scheduler.range, group_count)
+        splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
             open_merge(merges, ctas, cta, scheduler)
         q, even, odd = (

@@ -109,14 +109,6 @@ def merge_rows(ctas: int) -> int:
     return 3 * ctas + 1
 
 
-def may_split(work_range, group_count):
-    """Whether a launch may split items, from the `WorkRange` of any of its CTAs.
-
-    Where it does not, the groups take turns: the step between items is the number of groups.
-    """
-    return work_range.step != group_count
-
-
 def merge_cost(
     rows: int, partial_size: int, element_size: int, k: int = LATENT
 ) -> tuple[float, float]:

@@ -295,6 +295,9 @@ class WorkRange:
         total: length of the line.
         groups: CTA groups that have work, the first ones.
         halves: whether two neighbouring groups share every item.
+        splits: whether the launch may split items.
+        present, longest: items that find a query tile, and most KV blocks of any.
+        balanced: whether numbers of items are turns, see `balance.py`.
     """
 
     begin: Any
@@ -305,6 +308,10 @@ class WorkRange:
     total: Any
     groups: Any
     halves: Any = False
+    splits: Any = True
+    present: Any = 0
+    longest: Any = 0
+    balanced: Any = False
 
 
 @cute.jit
@@ -348,7 +355,7 @@ def work_range(
     total = cute.arch.warp_redux_sync(total, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")
     halves = Boolean(False)
-    found = (group >> 1, Int32(0), items, Int32(0), group_count, group_count)
+    found = (group >> 1, Int32(0), items, Int32(0), group_count, group_count, Boolean(False))
     if const_expr(clusters):
         step = split_step(group_ctas, batch.visits)
         halves = halves_pay(longest, group_count, total, step)
@@ -357,8 +364,10 @@ def work_range(
             batch, whole_items, group_ctas, group, group_count, chunks, items, blocks, count,
             present, total, longest,
         )  # fmt: skip
-    begin, begin_block, end, end_block, step, groups = found
-    return WorkRange(begin, begin_block, end, end_block, step, total, groups, halves)
+    begin, begin_block, end, end_block, step, groups, splits = found
+    return WorkRange(
+        begin, begin_block, end, end_block, step, total, groups, halves, splits, present, longest
+    )
 
 
 @cute.jit
@@ -390,6 +399,7 @@ def divided_range(
     Returns:
         The first fields of `WorkRange`, without the length of the line.
     """
+    splits = Boolean(False)
     step = Int32(1)
     begin = group
     begin_block = Int32(0)
@@ -399,6 +409,7 @@ def divided_range(
     if whole_items != 0 or takes_turns(longest, items, group_count, total):
         step = group_count
     else:
+        splits = group_count > 1
         block_step = split_step(group_ctas, batch.visits)
         span, inverse = Int32(0), Float32(0.0)
         if present <= group_count and longest < LONGEST_ALIGNED:
@@ -420,7 +431,7 @@ def divided_range(
                 batch, chunks, blocks, count, range_position(total, group, group_count),
                 range_position(total, group + 1, group_count), block_step,
             )  # fmt: skip
-    return begin, begin_block, end, end_block, step, groups
+    return begin, begin_block, end, end_block, step, groups, splits
 
 
 @cute.jit

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK_BITS, ROWS
+from mla_var3.kernel.cute_python.mla.latent.balance import MOST_ITEMS, MOST_REQUESTS, turn_place
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit, window_begin
 from mla_var3.kernel.cute_python.mla.latent.ops import blocks_of, divided, quotient
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
@@ -95,6 +96,8 @@ class Scheduler:
         group: number of the CTA group.
         rank: the CTA's place in its group.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
+        batch, group_count: all items, and the number of CTA groups.
+        order: the items in shared memory where they may be balanced, see `balance.py`; else None.
     """
 
     range: WorkRange
@@ -116,6 +119,9 @@ class Scheduler:
     group: Any
     rank: Any
     clusters: bool = False
+    batch: Batch | None = None
+    group_count: Any = None
+    order: Any = None
 
     @property
     def cluster_rank(self) -> Any:
@@ -165,7 +171,7 @@ class Scheduler:
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
             max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
-            clusters,
+            clusters, batch, group_count,
         )  # fmt: skip
 
     def first_tile(self) -> WorkTile:
@@ -175,6 +181,13 @@ class Scheduler:
     def next_tile(self, tile: WorkTile) -> WorkTile:
         """The work tile behind `tile`."""
         return work_tile_at(tile.item + self.range.step, self)
+
+
+@cute.jit
+def balanced_item(scheduler: cutlass.Constexpr, turn: Int32) -> Int32:
+    """The item that a CTA group takes in a turn, where items are balanced."""
+    place = turn_place(turn, scheduler.group, scheduler.group_count)
+    return scheduler.order[MOST_REQUESTS + place] & (MOST_ITEMS - 1)
 
 
 @cute.jit
@@ -196,8 +209,12 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
         if item > own.end or (item == own.end and own.end_block == 0):
             searching = Boolean(False)
         else:
-            request = divided(item, scheduler.visits)
-            visit = item - request * scheduler.visits
+            number = item
+            if const_expr(scheduler.order is not None):
+                if own.balanced:
+                    number = balanced_item(scheduler, item)
+            request = divided(number, scheduler.visits)
+            visit = number - request * scheduler.visits
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
@@ -244,7 +261,10 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                     last = cutlass.min(last, blocks_of(seen))
                 last = cutlass.max(last, first)
             else:  # later visits find no tile either: on to the next request
-                rest = (request + 1) * scheduler.visits - item
+                rest = (request + 1) * scheduler.visits - number
+                if const_expr(scheduler.order is not None):
+                    if own.balanced:
+                        rest = Int32(1)
                 item += quotient(rest + own.step - 1, own.step) * own.step
     return WorkTile(item, valid, request, count, row, base, rows, length, first, last, split)
 

@@ -32,11 +32,11 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent.balance import balanced
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
     WATCHER_WARP,
-    may_split,
     merge_partials,
     merge_rows,
     merge_shared,
@@ -320,8 +320,10 @@ class LatentFp8Sm90(ClusterHost):
             whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
         )  # fmt: skip
         cute.arch.sync_threads()
+        if const_expr(not self.clusters):
+            scheduler = balanced(scheduler, store.merge.data_ptr(), whole_items)
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
-        splits = may_split(scheduler.range, group_count)
+        splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
             open_merge(merges, ctas, cta, scheduler)
 

@@ -1,0 +1,168 @@
+"""Whole work items for every CTA group, balanced by length.
+
+Ranges of equal length (`ranges.py`) split items, and writing and merging partials takes as long as
+several KV blocks. Where there are more items than groups, whole items are often balanced as well:
+in the order of their lengths, the longest first, the groups take one each in turns, and every
+second turn in reverse. Query tiles of one request are neighbours in this order, so their groups
+walk its KV blocks at the same time and share them in L2.
+
+Every CTA sorts the items when it starts, in shared memory, and knows from the longest sum of any
+group whether this is shorter than equal ranges and a merge.
+"""
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
+from mla_var3.kernel.cute_python.mla.latent.ops import quotient
+from mla_var3.kernel.cute_python.mla.latent.ranges import (
+    ITEM_COST,
+    MERGE_COST,
+    item_count,
+    kv_blocks,
+)
+
+REQUEST_BITS, ITEM_BITS, BLOCK_BITS = 8, 10, 13
+"""Bits of a request, an item and a number of KV blocks: most that are sorted. A key has all three,
+and so many words of shared memory are free."""
+MOST_REQUESTS, MOST_ITEMS, MOST_BLOCKS = 1 << REQUEST_BITS, 1 << ITEM_BITS, 1 << BLOCK_BITS
+ORDER_WORDS = MOST_REQUESTS + MOST_ITEMS + 1
+"""Words of shared memory: a key per request, the items in order, the longest sum of a group."""
+BALANCE_WORTH = MERGE_COST + 1
+"""KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
+sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
+they lost 0 to 8 % (docs/results/2026-11-18-nvidia-h200-balance-rows.json)."""
+SHARED_WORTH = 7
+"""Where requests have several visits the sum may be longer by 1 in so many, because groups share
+their KV blocks. From the same rows: 1.20 to 1.27 times an equal share gained 1 to 8 %, 1.18 to 1.30
+times with 16384 tokens lost 3 to 10 %."""
+SHORT_ITEMS = 32
+"""KV blocks up to which items are sorted in any case. Few long ones are hard to balance: they are
+sorted from one and a half per group on, or where requests have several visits."""
+
+
+def turn_place(turn, group, group_count):
+    """Place of a group's item in the order; the arguments may be of the host or of the device."""
+    odd = turn & 1
+    return turn * group_count + group + odd * (group_count - 1 - 2 * group)
+
+
+def balancing_pays(longest_sum, total, visits, group_count):
+    """Whether whole items are taken instead of equal ranges; arguments of the host or device.
+
+    Args:
+        longest_sum: KV blocks and costs of the group that has most.
+        total: those of all groups.
+        visits: visits of a request.
+        group_count: number of CTA groups.
+    """
+    worth = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
+    return (longest_sum - BALANCE_WORTH) * group_count <= total + worth
+
+
+def worth_sorting(requests, visits, present, longest, group_count):
+    """Whether balancing may pay; arguments of the host or device.
+
+    Args:
+        requests: requests of the batch.
+        visits: visits of a request.
+        present: items that find a query tile.
+        longest: most KV blocks of any.
+        group_count: number of CTA groups.
+    """
+    hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
+    fits = cutlass.min(MOST_ITEMS + 1 - requests * visits, MOST_BLOCKS - longest)
+    fits = cutlass.min(MOST_REQUESTS + 1 - requests, fits)
+    return (
+        cutlass.min(cutlass.min(present - group_count, cutlass.max(hopeful, visits - 1)), fits) > 0
+    )
+
+
+@cute.jit
+def balance(
+    batch: cutlass.Constexpr,
+    own: cutlass.Constexpr,
+    words: cute.Tensor,
+    whole_items: Int32,
+    group: Int32,
+    group_count: Int32,
+):
+    """Sort the items if that may pay; all threads of the CTA call it together.
+
+    Args:
+        batch: the items.
+        own: the `WorkRange` of this group.
+        words: `ORDER_WORDS` of shared memory.
+        whole_items: not 0 where nothing may be split.
+        group, group_count: this group, and how many there are.
+
+    Returns:
+        Whether items are taken in the order of `words`, by numbers of turns; first and last of the
+        range, each with its KV block; step; whether items may be split.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    requests, visits = batch.requests, batch.visits
+    order, most = MOST_REQUESTS, ORDER_WORDS - 1
+    balanced = Boolean(False)
+    begin, begin_block, end, end_block = own.begin, own.begin_block, own.end, own.end_block
+    step, splits = own.step, own.splits
+    sorts = worth_sorting(requests, visits, own.present, own.longest, group_count)
+    if sorts and (own.splits or whole_items != 0):
+        padded = (requests + 3) & -4
+        for request in cutlass.range(thread, padded, THREADS, unroll=1):
+            key = Int32(0)
+            if request < requests:
+                key = (kv_blocks(batch, request) << REQUEST_BITS) + (MOST_REQUESTS - 1 - request)
+                key = (key << ITEM_BITS) + item_count(request, visits, batch.packed)
+            words[request] = key
+        if thread == 0:
+            words[most] = Int32(0)
+        cute.arch.sync_threads()
+        for request in cutlass.range(thread, requests, THREADS, unroll=1):
+            key = words[request]
+            place = Int32(order)
+            for four in cutlass.range(0, padded, 4, unroll=2):
+                for i in cutlass.range_constexpr(4):
+                    other = words[four + i]
+                    if other > key:  # longer, or as long and before this one
+                        place += other & (MOST_ITEMS - 1)
+            cost = (key >> (REQUEST_BITS + ITEM_BITS)) + ITEM_COST
+            for visit in cutlass.range(key & (MOST_ITEMS - 1), unroll=1):
+                words[place + visit] = (cost << ITEM_BITS) + (request * visits + visit)
+        cute.arch.sync_threads()
+        if thread < group_count:
+            cost = Int32(0)
+            place = turn_place(Int32(0), thread, group_count)
+            turn = Int32(0)
+            while place < own.present:
+                cost += words[order + place] >> ITEM_BITS
+                turn += 1
+                place = turn_place(turn, thread, group_count)
+            cute.arch.atomic_max(words.iterator + most, cost, sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
+        balanced = balancing_pays(words[most], own.total, visits, group_count) or whole_items != 0
+        if balanced:
+            begin, begin_block, end_block, step = Int32(0), Int32(0), Int32(0), Int32(1)
+            splits = Boolean(False)
+            end = quotient(own.present, group_count)
+            if turn_place(end, group, group_count) < own.present:  # not all have a last turn
+                end += 1
+    return balanced, begin, begin_block, end, end_block, step, splits
+
+
+def balanced(scheduler: Any, words: cute.Pointer, whole_items: Int32) -> Any:
+    """The scheduler, with whole items in order where that is shorter; see `balance`."""
+    own = scheduler.range
+    order = cute.make_tensor(words, cute.make_layout(ORDER_WORDS))
+    chosen, begin, begin_block, end, end_block, step, splits = balance(
+        scheduler.batch, own, order, whole_items, scheduler.group, scheduler.group_count
+    )
+    taken = dataclasses.replace(
+        own, begin=begin, begin_block=begin_block, end=end, end_block=end_block, step=step,
+        splits=splits, balanced=chosen,
+    )  # fmt: skip
+    return dataclasses.replace(scheduler, range=taken, order=order)

@@ -1,0 +1,196 @@
+"""Whole items balanced by length, without a GPU: the rule, the device's own code, its tiles."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.latent import balance, mask, ranges, scheduler
+from mla_var3.kernel.cute_python.mla.latent.groups import (
+    GroupShape,
+    balanced_items,
+    group_shape,
+    partial_count,
+    ragged_tiles,
+)
+from mla_var3.kernel.cute_python.mla.latent.merge import TABLE_WORDS, Total
+from mla_var3.kernel.cute_python.mla.latent.ranges import (
+    ITEM_COST,
+    Batch,
+    PackedQueries,
+    WorkRange,
+)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
+
+from .compile_once import as_written
+from .test_cute_schedule import Number, Warp
+
+
+def spread(requests: int, t: int, least: float = 0.5) -> list[int]:
+    """Lengths from a share of t up to t, in no order."""
+    lengths = [round(t * (least + (1 - least) * i / (requests - 1))) for i in range(requests)]
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("heads", "requests", "t", "queries", "pays"),
+    [
+        (16, 256, 4096, 1, True),
+        (16, 140, 4096, 1, False),
+        (64, 160, 1024, 1, True),
+        (128, 64, 1024, 2, True),
+        (128, 64, 4096, 2, True),
+        (128, 64, 16384, 2, False),
+        (128, 80, 4096, 1, False),
+        (128, 120, 4096, 1, True),
+        (16, 256, 16384, 8, True),
+        (16, 300, 1024, 1, False),  # more than are sorted
+        (16, 128, 1024, 1, False),  # an item per group
+    ],
+)
+def test_balancing_pays_where_it_was_measured(heads, requests, t, queries, pays):
+    """Shapes of docs/results/2026-11-18-nvidia-h200-balance-rows.json, and limits."""
+    counts = [1 + i % queries for i in range(requests)]
+    tiles = -(-queries * heads // ROWS)
+    known = ragged_tiles(sum(counts), requests, queries, heads)
+    shape = group_shape(tiles, requests, DEFAULT_SM_COUNT, 0, *known)
+    items = [-(-count * heads // (ROWS * shape.group_ctas)) for count in counts]
+    found = balanced_items(spread(requests, t), shape, items)
+    assert (found is not None) == pays
+    if found is not None:
+        wanted = [r * shape.visits + i for r, count in enumerate(items) for i in range(count)]
+        assert sorted(itertools.chain(*found)) == wanted
+
+
+def test_equal_items_are_not_balanced_but_divided():
+    """100 items for 66 groups: two each would take twice as long as one and a half."""
+    shape = GroupShape(2, 1, 66)
+    assert balanced_items([4096] * 100, shape) is None and partial_count([4096] * 100, shape) > 0
+
+
+def test_nothing_is_split_where_items_are_balanced():
+    lengths, shape = spread(256, 1024), GroupShape(2, 1, 64)
+    assert balanced_items(lengths, shape) and partial_count(lengths, shape) == 0
+
+
+@pytest.mark.parametrize(("turn", "wanted"), [(0, 1), (1, 8), (2, 11), (3, 18)])
+def test_every_second_turn_is_in_reverse(turn, wanted):
+    assert balance.turn_place(turn, 1, 5) == wanted
+
+
+def test_the_order_fits_shared_memory_beside_what_the_merge_resets():
+    assert TABLE_WORDS - len(Total) >= balance.ORDER_WORDS
+    assert balance.REQUEST_BITS + balance.ITEM_BITS + balance.BLOCK_BITS <= 31
+
+
+class Words(list):
+    """Shared memory; its iterator plus a number is a place in it."""
+
+    iterator = 0
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_device_code_balances_as_the_host(seed, monkeypatch):
+    draw = random.Random(seed)
+    block = Warp(0.0)  # a CTA of 32 threads
+    words = Words([Number(7)] * balance.ORDER_WORDS)
+
+    def atomic_max(place: int, value: int, **how: Any) -> None:
+        words[place] = max(words[place], value)  # one step of the interpreter's lock
+
+    block.cute.arch.thread_idx = lambda: (block.cute.arch.lane_idx(), 0, 0)
+    block.cute.arch.sync_threads = lambda: block._exchanged(0)
+    block.cute.arch.atomic_max = atomic_max
+    for name in ("tokens_of", "kv_blocks", "packed_queries", "item_count"):
+        monkeypatch.setattr(ranges, name, as_written(getattr(ranges, name)))
+    for name in ("kv_blocks", "item_count"):
+        monkeypatch.setattr(balance, name, getattr(ranges, name))
+    for name, value in {"Int32": Number, "Boolean": bool, "THREADS": 32}.items():
+        monkeypatch.setattr(balance, name, value)
+    for module in (balance, ranges):
+        monkeypatch.setattr(module, "cutlass", block.cutlass)
+    monkeypatch.setattr(balance, "cute", block.cute)
+    monkeypatch.setattr(ranges, "Int32", Number)
+
+    requests, visits = draw.choice((50, 131, 255, 256)), draw.choice((1, 2, 4))
+    groups = draw.choice((7, 33, 66))
+    lengths = [Number(draw.choice((0, draw.randint(500, 1024)))) for _ in range(requests)]
+    counts = [draw.randint(0, visits) for _ in range(requests)]
+    shape, packed = GroupShape(1, visits, groups), None
+    if seed % 2:
+        begins = [Number(begin) for begin in itertools.accumulate(counts, initial=0)]
+        packed = PackedQueries(begins, visits, begins[-1], 64, ROWS)
+    else:
+        counts = [visits] * requests
+    kept = [-(-n // KV_BLOCK) for n, c in zip(lengths, counts, strict=True) for _ in range(c)]
+    total = sum(n + ITEM_COST for n in kept)
+    whole = seed % 3 == 0  # where nothing may be split it need not pay
+    own = WorkRange(
+        0, 0, 1, 1, 1, total, groups, splits=not whole, present=Number(len(kept)),
+        longest=max(kept),
+    )  # fmt: skip
+    batch = Batch(lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed)
+    wanted = balanced_items(lengths, shape, counts)
+    run = as_written(balance.balance)
+    for group in (0, groups // 2, groups - 1):
+        found = block.run(
+            lambda group=group: run(batch, own, words, int(whole), Number(group), Number(groups))
+        )
+        if wanted is None:
+            sorts = balance.worth_sorting(requests, visits, len(kept), max(kept), groups)
+            assert {one[0] for one in found} == {whole and sorts}
+            continue
+        assert set(found) == {(True, 0, 0, len(wanted[group]), 0, 1, False)}
+        for turn, item in enumerate(wanted[group]):
+            place = balance.turn_place(turn, group, groups)
+            assert words[balance.MOST_REQUESTS + place] % balance.MOST_ITEMS == item
+
+
+@pytest.mark.parametrize("group_ctas", [1, 2])
+def test_the_work_tiles_of_all_turns_are_those_of_all_requests(group_ctas, monkeypatch):
+    for module, names in {
+        mask: ("causal_limit", "divided"),
+        ranges: ("tokens_of", "kv_blocks", "packed_queries", "item_count"),
+        scheduler: (
+            "causal_limit", "tokens_of", "kv_blocks", "packed_queries", "divided", "work_tile_at",
+            "balanced_item",
+        ),
+    }.items():  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(module, name, as_written(getattr(module, name)))
+        monkeypatch.setattr(module, "Int32", int)
+    monkeypatch.setattr(scheduler, "Boolean", bool)
+    draw = random.Random(group_ctas)
+    heads, queries, groups = 32, 8, 33
+    counts = [draw.randint(1, queries) for _ in range(100)]
+    begins = list(itertools.accumulate(counts, initial=0))
+    lengths = spread(100, 1024)
+    tiles = [-(-count * heads // ROWS) for count in counts]
+    shape = GroupShape(group_ctas, -(-max(tiles) // group_ctas), groups)
+    items = [-(-count // group_ctas) for count in tiles]
+    taken = balanced_items(lengths, shape, items)
+    assert taken is not None
+    order = [0] * balance.ORDER_WORDS
+    for group, own in enumerate(taken):
+        for turn, item in enumerate(own):
+            order[balance.MOST_REQUESTS + balance.turn_place(turn, group, groups)] = item
+    found = []
+    for group, rank in itertools.product(range(groups), range(group_ctas)):
+        own_range = WorkRange(0, 0, len(taken[group]), 0, 1, 0, 1, balanced=True)
+        device = Scheduler(
+            own_range, lengths, None, begins, None, queries, begins[-1], heads, 2048, group_ctas,
+            shape.visits, 0, 1, 1, 0, None, group, rank, False, None, groups, order,
+        )  # fmt: skip
+        tile = device.first_tile()
+        while tile.valid:
+            assert tile.split == 0 and tile.first == 0
+            found.append((tile.request, tile.row))
+            tile = device.next_tile(tile)
+    assert sorted(found) == [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]
