@@ -437,9 +437,7 @@ def finish(
 @cute.jit
 def row_peak(row: cute.Tensor) -> Float32:
     """The largest magnitude of a row of half an output, of the four threads that have it."""
-    peak = Float32(0.0)
-    for i in cutlass.range_constexpr(cute.size(row)):
-        peak = cute.arch.fmax(peak, cute.math.absf(row[i]))
+    peak = cute.math.absf(row.load()).reduce(cute.ReductionOp.MAX, Float32(0.0), 0)
     peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
     return cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
 
