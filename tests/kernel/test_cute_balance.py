@@ -25,6 +25,7 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     Batch,
     PackedQueries,
     WorkRange,
+    takes_turns,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
@@ -51,6 +52,7 @@ def spread(requests: int, t: int, least: float = 0.5) -> list[int]:
         (128, 80, 4096, 1, False),
         (128, 120, 4096, 1, True),
         (16, 256, 16384, 8, True),
+        (16, 256, 1024, 1, True),  # in turns they would be longer by a fifth
         (16, 300, 1024, 1, False),  # more than are sorted
         (16, 128, 1024, 1, False),  # an item per group
     ],
@@ -67,6 +69,23 @@ def test_balancing_pays_where_it_was_measured(heads, requests, t, queries, pays)
     if found is not None:
         wanted = [r * shape.visits + i for r, count in enumerate(items) for i in range(count)]
         assert sorted(itertools.chain(*found)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("requests", "visits", "longest", "fits"),
+    [
+        (256, 4, 8191, True), (257, 3, 20, False), (200, 6, 20, False), (256, 4, 8192, False),
+        (1, 1023, 20, True), (1, 1024, 20, False),
+    ],
+)  # fmt: skip
+def test_what_a_key_cannot_hold_is_not_sorted(requests, visits, longest, fits):
+    items = requests * visits
+    total = items * longest
+    most = balance.most_sum(1, items, visits, longest, total, 66)
+    found = balance.worth_sorting(requests, visits, items, longest, total, 66, most)
+    assert found == fits
+    key = ((longest << balance.REQUEST_BITS) + requests - 1 << balance.ITEM_BITS) + visits
+    assert not fits or (key < 2**31 and visits < balance.MOST_ITEMS)
 
 
 def test_equal_items_are_not_balanced_but_divided():
@@ -120,8 +139,8 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     monkeypatch.setattr(ranges, "Int32", Number)
 
     requests, visits = draw.choice((50, 131, 255, 256)), draw.choice((1, 2, 4))
-    groups = draw.choice((7, 33, 66))
-    lengths = [Number(draw.choice((0, draw.randint(500, 1024)))) for _ in range(requests)]
+    groups, most = draw.choice((7, 33, 66)), draw.choice((1024, 1024, 40_000))
+    lengths = [Number(draw.choice((0, draw.randint(500, most)))) for _ in range(requests)]
     counts = [draw.randint(0, visits) for _ in range(requests)]
     shape, packed = GroupShape(1, visits, groups), None
     if seed % 2:
@@ -131,21 +150,17 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
         counts = [visits] * requests
     kept = [-(-n // KV_BLOCK) for n, c in zip(lengths, counts, strict=True) for _ in range(c)]
     total = sum(n + ITEM_COST for n in kept)
-    whole = seed % 3 == 0  # where nothing may be split it need not pay
+    splits = not takes_turns(max(kept), requests * visits, groups, total)
     own = WorkRange(
-        0, 0, 1, 1, 1, total, groups, splits=not whole, present=Number(len(kept)),
-        longest=max(kept),
-    )  # fmt: skip
+        0, 0, 1, 1, 1, total, groups, splits=splits, present=Number(len(kept)), longest=max(kept)
+    )
     batch = Batch(lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed)
     wanted = balanced_items(lengths, shape, counts)
     run = as_written(balance.balance)
     for group in (0, groups // 2, groups - 1):
-        found = block.run(
-            lambda group=group: run(batch, own, words, int(whole), Number(group), Number(groups))
-        )
+        found = block.run(lambda group=group: run(batch, own, words, Number(group), Number(groups)))
         if wanted is None:
-            sorts = balance.worth_sorting(requests, visits, len(kept), max(kept), groups)
-            assert {one[0] for one in found} == {whole and sorts}
+            assert set(found) == {(False, 0, 0, 1, 1, 1, splits)}
             continue
         assert set(found) == {(True, 0, 0, len(wanted[group]), 0, 1, False)}
         for turn, item in enumerate(wanted[group]):

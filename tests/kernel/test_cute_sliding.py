@@ -181,11 +181,16 @@ def test_ragged_batches_get_small_groups():
         assert ragged == GroupShape(2, max_q, 66)
         full = ragged_tiles(64 * max_q, 64, max_q, 128)
         assert group_shape(tiles, 64, 132, 0, *full) == group_shape(tiles, 64, 132)
-    # Requests of one tile each keep their groups; those of one or two have a CTA per tile, and
-    # those of up to four have groups of two where there are many.
+    # Requests of one tile each keep their groups. Those of several have groups of one CTA where
+    # their items are balanced, so that tiles of a request share KV blocks without a group.
     assert ragged_tiles(64, 16, 8, 8) == (0, 1)
-    assert group_shape(2, 64, 132, 0, *ragged_tiles(288, 64, 8, 16)).group_ctas == 1
-    assert group_shape(4, 256, 132, 0, *ragged_tiles(1152, 256, 8, 32)).group_ctas == 2
+    for requests, max_q, heads, wanted in (
+        (64, 8, 16, 2), (256, 8, 16, 1), (256, 4, 32, 1), (64, 8, 32, 2), (256, 8, 32, 1),
+        (300, 8, 16, 2),  # more than are sorted
+    ):  # fmt: skip
+        ragged = ragged_tiles(requests * (max_q + 1) // 2, requests, max_q, heads)
+        tiles = -(-max_q * heads // 64)
+        assert group_shape(tiles, requests, 132, 0, *ragged).group_ctas == wanted
 
 
 @settings(max_examples=150, deadline=None)

@@ -32,7 +32,7 @@ and so many words of shared memory are free."""
 MOST_REQUESTS, MOST_ITEMS, MOST_BLOCKS = 1 << REQUEST_BITS, 1 << ITEM_BITS, 1 << BLOCK_BITS
 ORDER_WORDS = MOST_REQUESTS + MOST_ITEMS + 1
 """Words of shared memory: a key per request, the items in order, the longest sum of a group."""
-BALANCE_WORTH = MERGE_COST + 1
+SPLIT_WORTH = MERGE_COST + 1
 """KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
 sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
 they lost 0 to 8 % (docs/results/2026-11-18-nvidia-h200-balance-rows.json)."""
@@ -40,46 +40,58 @@ SHARED_WORTH = 7
 """Where requests have several visits the sum may be longer by 1 in so many, because groups share
 their KV blocks. From the same rows: 1.20 to 1.27 times an equal share gained 1 to 8 %, 1.18 to 1.30
 times with 16384 tokens lost 3 to 10 %."""
+SORT_WORTH = 2
+"""KV blocks that are to be gained where groups would take whole items in turns without an order;
+not measured."""
 SHORT_ITEMS = 32
 """KV blocks up to which items are sorted in any case. Few long ones are hard to balance: they are
 sorted from one and a half per group on, or where requests have several visits."""
 
 
+# --- plain arithmetic, on numbers of the host or of the device ------------------------------------
+
+
 def turn_place(turn, group, group_count):
-    """Place of a group's item in the order; the arguments may be of the host or of the device."""
+    """Place of a group's item in the order."""
     odd = turn & 1
     return turn * group_count + group + odd * (group_count - 1 - 2 * group)
 
 
-def balancing_pays(longest_sum, total, visits, group_count):
-    """Whether whole items are taken instead of equal ranges; arguments of the host or device.
+def most_sum(splits, items, visits, longest, total, group_count):
+    """What the longest sum of a group may be, times the number of groups, for balancing to pay.
 
     Args:
-        longest_sum: KV blocks and costs of the group that has most.
-        total: those of all groups.
+        splits: 1 where items would be split otherwise, 0 where groups would take turns.
+        items: items of all requests, also those that find no query tile.
         visits: visits of a request.
+        longest: most KV blocks of any item.
+        total: length of the line.
         group_count: number of CTA groups.
     """
-    worth = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
-    return (longest_sum - BALANCE_WORTH) * group_count <= total + worth
+    shared = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
+    rounds = quotient(items + group_count - 1, group_count)
+    in_turns = (rounds * (longest + ITEM_COST) - SORT_WORTH) * group_count
+    return splits * (total + shared + SPLIT_WORTH * group_count) + (1 - splits) * in_turns
 
 
-def worth_sorting(requests, visits, present, longest, group_count):
-    """Whether balancing may pay; arguments of the host or device.
+def worth_sorting(requests, visits, present, longest, total, group_count, most):
+    """Whether balancing may pay.
 
     Args:
         requests: requests of the batch.
-        visits: visits of a request.
         present: items that find a query tile.
-        longest: most KV blocks of any.
-        group_count: number of CTA groups.
+        visits, longest, total, group_count: as for `most_sum`.
+        most: `most_sum`.
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
+    hopeful = cutlass.min(cutlass.max(hopeful, visits - 1), most - total)
     fits = cutlass.min(MOST_ITEMS + 1 - requests * visits, MOST_BLOCKS - longest)
-    fits = cutlass.min(MOST_REQUESTS + 1 - requests, fits)
-    return (
-        cutlass.min(cutlass.min(present - group_count, cutlass.max(hopeful, visits - 1)), fits) > 0
-    )
+    fits = cutlass.min(cutlass.min(fits, MOST_REQUESTS + 1 - requests), MOST_ITEMS - visits)
+    several = cutlass.min(present - group_count, group_count - 1)
+    return cutlass.min(cutlass.min(hopeful, fits), several) > 0
+
+
+# --- on the device --------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -87,7 +99,6 @@ def balance(
     batch: cutlass.Constexpr,
     own: cutlass.Constexpr,
     words: cute.Tensor,
-    whole_items: Int32,
     group: Int32,
     group_count: Int32,
 ):
@@ -97,7 +108,6 @@ def balance(
         batch: the items.
         own: the `WorkRange` of this group.
         words: `ORDER_WORDS` of shared memory.
-        whole_items: not 0 where nothing may be split.
         group, group_count: this group, and how many there are.
 
     Returns:
@@ -110,8 +120,11 @@ def balance(
     balanced = Boolean(False)
     begin, begin_block, end, end_block = own.begin, own.begin_block, own.end, own.end_block
     step, splits = own.step, own.splits
-    sorts = worth_sorting(requests, visits, own.present, own.longest, group_count)
-    if sorts and (own.splits or whole_items != 0):
+    otherwise = Int32(0)
+    if splits:
+        otherwise = Int32(1)
+    limit = most_sum(otherwise, requests * visits, visits, own.longest, own.total, group_count)
+    if worth_sorting(requests, visits, own.present, own.longest, own.total, group_count, limit):
         padded = (requests + 3) & -4
         for request in cutlass.range(thread, padded, THREADS, unroll=1):
             key = Int32(0)
@@ -144,7 +157,7 @@ def balance(
                 place = turn_place(turn, thread, group_count)
             cute.arch.atomic_max(words.iterator + most, cost, sem="relaxed", scope="cta")
         cute.arch.sync_threads()
-        balanced = balancing_pays(words[most], own.total, visits, group_count) or whole_items != 0
+        balanced = words[most] * group_count <= limit
         if balanced:
             begin, begin_block, end_block, step = Int32(0), Int32(0), Int32(0), Int32(1)
             splits = Boolean(False)
@@ -154,12 +167,12 @@ def balance(
     return balanced, begin, begin_block, end, end_block, step, splits
 
 
-def balanced(scheduler: Any, words: cute.Pointer, whole_items: Int32) -> Any:
+def balanced(scheduler: Any, words: cute.Pointer) -> Any:
     """The scheduler, with whole items in order where that is shorter; see `balance`."""
     own = scheduler.range
     order = cute.make_tensor(words, cute.make_layout(ORDER_WORDS))
     chosen, begin, begin_block, end, end_block, step, splits = balance(
-        scheduler.batch, own, order, whole_items, scheduler.group, scheduler.group_count
+        scheduler.batch, own, order, scheduler.group, scheduler.group_count
     )
     taken = dataclasses.replace(
         own, begin=begin, begin_block=begin_block, end=end, end_block=end_block, step=step,

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent.balance import (
-    balancing_pays,
+    MOST_ITEMS,
+    MOST_REQUESTS,
+    most_sum,
     turn_place,
     worth_sorting,
 )
@@ -44,12 +46,17 @@ item. On an H200 with 128 of 132 CTAs 32 requests of 2048 to 4096 tokens with 16
 instead of 41.5, 64 of 4096 91.3 instead of 92.5, 32 of equal length the same; 16 requests of 2048
 to 4096 tokens took 29.4 instead of 27.1, since few lengths divide well by eight
 (docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Numbers between were not measured."""
-STREAMS = 120
+STREAMS = 92
 """CTA groups whose KV blocks memory delivers as fast as they compute; more wait for memory. By the
-time of a KV block on an H200, 1.6 us for 74 KB and a query tile, and 4.2 TB/s it would be 92. But
-where requests have one or two query tiles, 132 groups of one CTA took 0 to 5 % less than 66 of two
-(docs/results/2026-11-17-nvidia-h200-tensor-limit-rows.json): a request's second tile finds some KV
-blocks in L2."""
+time of a KV block on an H200, 1.6 us for 74 KB and a query tile, and 4.2 TB/s. Where requests have
+one or two query tiles and there are fewer tiles than SMs, 132 groups of one CTA took 0 to 6 % more
+than 66 of two (docs/results/2026-11-18-nvidia-h200-vllm-layers-rows.json beside those of the day
+before, batch 64)."""
+SURE_TURNS = 2
+"""Items per group from which on they are balanced for most lengths (`balance.py`): groups on the
+tiles of a request then read the same KV blocks. On an H200 256 requests of one or two tiles and 512
+to 1024 tokens took 102 us with groups of one CTA, and 128 with groups of two (the same rows; 16
+heads with up to 8 query tokens, 32 with up to 4)."""
 GROUP_WORTH = 0.03
 """Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
 3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
@@ -108,9 +115,12 @@ def group_shape(
             unfilled = (size - token_tiles if size % token_tiles == 0 else size - 1) / 2
             taken = min(total_tiles + requests * unfilled, items * size)
             # Where every item has two groups or more, those on one request read the same blocks.
-            together = 2 * taken <= most * size
-            streams = most * min(1.0, requests * size / taken) if together else most
-            used = most * size / sm_count / max(1.0, streams / STREAMS)
+            shared = most * min(1.0, requests * size / taken)
+            streams = shared if 2 * taken <= most * size else most
+            # They also do where items are balanced.
+            sorts = requests <= MOST_REQUESTS and items <= MOST_ITEMS
+            balanced = sorts and taken >= SURE_TURNS * most * size
+            used = most * size / sm_count / max(1.0, (shared if balanced else streams) / STREAMS)
             share = (1.0 - cost) * total_tiles / taken * used - STREAM_COST * streams
             return share, GroupShape(size, visits, most)
         split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
@@ -247,17 +257,19 @@ def balanced_items(
     """
     items = _items(lengths, shape, counts)
     groups, longest = shape.group_count, max((n for _, n in items), default=0)
-    total = sum(n + ITEM_COST for _, n in items)
-    if takes_turns(longest, len(lengths) * shape.visits, groups, total):
-        return None
-    if not worth_sorting(len(lengths), shape.visits, len(items), longest, groups):
+    total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
+    splits = groups > 1 and not takes_turns(longest, behind, groups, total)
+    most = most_sum(int(splits), behind, shape.visits, longest, total, groups)
+    if in_halves(lengths, shape, counts) or not worth_sorting(
+        len(lengths), shape.visits, len(items), longest, total, groups, most
+    ):
         return None
     order = sorted(items, key=lambda item: -item[1])
     turns = range(-(-len(items) // groups))
     places = [[turn_place(turn, group, groups) for turn in turns] for group in range(groups)]
     taken = [[order[place] for place in own if place < len(order)] for own in places]
     longest_sum = max(sum(n + ITEM_COST for _, n in own) for own in taken)
-    if not balancing_pays(longest_sum, total, shape.visits, groups):
+    if longest_sum * groups > most:
         return None
     return [[item for item, _ in own] for own in taken]
 

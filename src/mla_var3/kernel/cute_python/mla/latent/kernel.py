@@ -336,7 +336,7 @@ class FlashMLASm90(ClusterHost):
         )  # fmt: skip
         cute.arch.sync_threads()
         if const_expr(not self.clusters):
-            scheduler = balanced(scheduler, store.merge.data_ptr(), whole_items)
+            scheduler = balanced(scheduler, store.merge.data_ptr())
         if const_expr(self.overlap == "first"):
             cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank

@@ -321,7 +321,7 @@ class LatentFp8Sm90(ClusterHost):
         )  # fmt: skip
         cute.arch.sync_threads()
         if const_expr(not self.clusters):
-            scheduler = balanced(scheduler, store.merge.data_ptr(), whole_items)
+            scheduler = balanced(scheduler, store.merge.data_ptr())
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
