@@ -98,6 +98,9 @@ of the second product.
 One variant for each path through the device code. One stands for its neighbours where they differ
 in the element type, in a number between those of two others, or in a comparison or a wait."""
 
+WITHOUT_CLUSTERS = ("float16", "k=512, p=0", "k=256, p=64", "sliding window", "latent fp8, float16")
+"""Latent kernels of which the one with clusters is not compiled: other variants have it."""
+
 
 class Compiled:
     """All variants, compiled once.
@@ -265,6 +268,10 @@ def main(names: list[str]) -> None:
             [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
         if tiling:
             kernel.tiling = type(kernel.tiling)(**tiling)
+        if variant in WITHOUT_CLUSTERS:
+            host = kernel.host_fn(kernel.tiling)
+            host.clusters = False
+            kernel.host_fn = lambda tiling, host=host: host
         print(f"== {variant}", file=sys.stderr, flush=True)
         reports[variant] = compile_report(kernel, "sm_90").to_dict()
     print(json.dumps(reports))
