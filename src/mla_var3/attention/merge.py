@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mla_var3.errors import InvalidArgumentError
+
 
 def joint_lse(lses: torch.Tensor) -> torch.Tensor:
     """LSE over the first dimension; -inf where no partial has a key."""
@@ -23,11 +25,19 @@ def merge_partials(
     """One attention out of several over disjoint KV tokens.
 
     Args:
-        partials: normalised output `[..., e]` and LSE `[...]` of each.
+        partials: normalised output `[..., e]` and LSE `[...]` of each, one or more.
 
     Returns:
         Output and LSE over all tokens, float32.
     """
+    if not partials:
+        raise InvalidArgumentError("partials", "one or more outputs with their LSE", "none")
+    shape = partials[0][0].shape
+    for partial, lse in partials:
+        if partial.shape != shape or lse.shape != shape[:-1]:
+            wanted = f"outputs {list(shape)} and LSEs {list(shape[:-1])}, as the first output has"
+            found = f"{list(partial.shape)} and {list(lse.shape)}"
+            raise InvalidArgumentError("partials", wanted, found)
     if len(partials) == 1:
         return partials[0][0].float(), partials[0][1]
     joint = joint_lse(torch.stack([lse for _, lse in partials]))

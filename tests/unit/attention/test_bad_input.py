@@ -83,6 +83,14 @@ def test_a_view_of_pages(argument, value, message):
     refused(message, lambda: paged_view(**given))
 
 
+def test_indices_of_pages_do_not_wrap_around():
+    """2**32 + 1 would become a valid page or length."""
+    wild = 2**32 + 1
+    view = paged_view(torch.ones(3, 64, 12), torch.tensor([[wild]]), torch.tensor([-wild]), k=8)
+    assert view.block_table is not None
+    assert view.block_table.tolist() == [[2**31 - 1]] and view.lengths.tolist() == [-(2**31)]
+
+
 @pytest.mark.parametrize(
     ("parents", "message"),
     [

@@ -157,5 +157,19 @@ def test_merge_of_parts_without_keys():
     assert torch.equal(lse, torch.tensor([0.5, -torch.inf]))
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([], "partials: expected one or more outputs with their LSE, got none"),
+        ([((2, 3), (3,))], r"outputs \[2, 3\] and LSEs \[2\], .*, got \[2, 3\] and \[3\]"),
+        ([((2, 3), (2,)), ((1, 3), (1,))], r"got \[1, 3\] and \[1\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_not_merged(shapes, message):
+    partials = [(torch.zeros(output), torch.zeros(lse)) for output, lse in shapes]
+    with pytest.raises(InvalidArgumentError, match=message):
+        merge_partials(partials)
+
+
 if __name__ == "__main__":
     mp.start_processes(rank_main, (WORLD, sys.argv[1]), nprocs=WORLD, start_method="fork")

@@ -239,6 +239,14 @@ class CacheView:
         return self.rows(positions.expand(self.requests, -1))[1][0]
 
 
+def _int32(numbers: torch.Tensor) -> torch.Tensor:
+    """Indices in 32 bits; those that do not fit stay too large or too small, for later checks."""
+    if numbers.dtype == torch.int64:
+        limits = torch.iinfo(torch.int32)
+        numbers = numbers.clamp(limits.min, limits.max)
+    return numbers.to(torch.int32)
+
+
 def paged_view(
     pages: torch.Tensor,
     block_table: torch.Tensor,
@@ -266,7 +274,7 @@ def paged_view(
     require_tensor("lengths", lengths, [("b", None)], INDEX_DTYPES, pages.device)
     entries = [("b", lengths.shape[0]), ("max_pages", None)]
     require_tensor("block_table", block_table, entries, INDEX_DTYPES, pages.device)
-    table, lengths = block_table.to(torch.int32), lengths.to(torch.int32)
+    table, lengths = _int32(block_table), _int32(lengths)
     if fmt is None:
         if scale is not None:
             raise InvalidArgumentError("scale", "none without a format", "one")

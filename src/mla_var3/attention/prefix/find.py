@@ -77,14 +77,21 @@ def find_shared_prefixes(
     require_int("queries", queries, minimum=0)
     if groups is not None:
         require_int("groups", groups, minimum=1)
-    counts, table = _plain(lengths), _plain(block_table)
-    if len(counts) != len(table):
-        raise InvalidArgumentError("lengths", f"b={len(table)} numbers", len(counts))
-    keys = [
-        tuple(row[: max(0, length - queries) // page_size])
-        for row, length in zip(table, counts, strict=True)
-    ]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
+    try:
+        counts, table = _plain(lengths), _plain(block_table)
+        if len(counts) != len(table):
+            raise InvalidArgumentError("lengths", f"b={len(table)} numbers", len(counts))
+        if min(counts, default=0) < 0:
+            raise InvalidArgumentError("lengths", "numbers of tokens from 0 on", min(counts))
+        keys = [
+            tuple(row[: max(0, length - queries) // page_size])
+            for row, length in zip(table, counts, strict=True)
+        ]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            "block_table", "rows of page numbers, and `lengths` one number of tokens per row", error
+        ) from error
     _, chosen = _best(_runs([keys[request] for request in order]), 0, levels)
     if groups is not None:
         chosen = [sorted(level, key=lambda one: -one[0].saves(one[1]))[:groups] for level in chosen]

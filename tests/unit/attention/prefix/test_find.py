@@ -119,6 +119,13 @@ def test_many_nested_prefixes():
 
 
 def test_bad_tables():
+    for table, lengths in (([[1]], 5), (None, [1]), ([1], [64]), ([["a"]], ["b"])):
+        with pytest.raises(
+            InvalidArgumentError, match="block_table: expected rows of page numbers"
+        ):
+            find_shared_prefixes(table, lengths)
+    with pytest.raises(InvalidArgumentError, match="lengths: expected numbers of tokens from 0"):
+        find_shared_prefixes([[1, 2]], [-5])
     with pytest.raises(InvalidArgumentError, match="lengths: expected b=2 numbers, got 1"):
         find_shared_prefixes([[1], [2]], [3])
     with pytest.raises(InvalidArgumentError, match="levels: expected an integer from 1 to 2"):

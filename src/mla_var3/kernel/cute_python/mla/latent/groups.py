@@ -255,6 +255,8 @@ def balanced_items(
 
     The arguments are those of `range_begins`.
     """
+    if len(lengths) > MOST_REQUESTS:
+        return None
     items = _items(lengths, shape, counts)
     groups, longest = shape.group_count, max((n for _, n in items), default=0)
     total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
