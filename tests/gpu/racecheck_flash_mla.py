@@ -34,13 +34,14 @@ DEVICE = "cuda"
 
 
 def cases() -> Iterator[Case]:
-    """Cut by many parts, cut by three, whole and halved; dense and in pages, with both masks."""
+    """Cut by many parts, cut by three, whole, halved and balanced by length, with both masks."""
     for t, page in itertools.product((200, 450, 700), (0, 64)):
         yield Case(2, 2, t, 64, "mixed", page=page)
         yield Case(2, 2, t, 64, "edges", page=page, group_ctas=1, sms=3, causal=False)
         yield Case(2, 2, t, 64, "equal", page=page, group_ctas=2, sms=4)
         yield Case(2, 2, t, 64, "equal", page=page, group_ctas=1, sms=8)
         yield Case(2, 1, t, 16, "equal", page=page, sms=4)
+        yield Case(13, 1, t, 64, "ragged", page=page, group_ctas=1, sms=3)
 
 
 def run(case: Case) -> bool:

@@ -25,7 +25,7 @@ two, except for one producer warp: each half of a KV block is replaced as soon a
 has released it. The rope tile of a block holds P once its scores exist. Results of a work tile
 are written while the next tile's queries and first KV blocks are loaded (`scheduler.py` says which
 tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the same launch
-(`merge.py`), unless two of a cluster share every tile (`cluster.py`).
+(`merge.py`), unless tiles are whole or two CTAs of a cluster share every one (`cluster.py`).
 """
 
 from collections.abc import Callable, Sequence

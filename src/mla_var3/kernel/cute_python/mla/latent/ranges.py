@@ -12,7 +12,8 @@ fewer items than groups the ranges are *aligned* where that makes them hardly lo
 padded to whole ranges, so that every group has KV blocks of one item and starts and ends once.
 Where splitting would cost more than it saves, as with as many equal items as groups or few tokens,
 the groups take whole items in turns. Where there are two groups for every item or more, and that is
-the fastest way, two neighbouring ones share it, half of its KV blocks each (`cluster.py`).
+the fastest way, two neighbouring ones share it, half of its KV blocks each (`cluster.py`). Where
+there are more items than groups, whole ones may be balanced by length instead (`balance.py`).
 
 Packed requests have different numbers of query tiles. Each has items for the visits that find a
 tile; the others have no length. Where the host knows that many requests have fewer tiles than the
