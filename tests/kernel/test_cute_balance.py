@@ -80,7 +80,7 @@ def test_balancing_pays_where_it_was_measured(heads, requests, t, queries, pays)
 )  # fmt: skip
 def test_what_a_key_cannot_hold_is_not_sorted(requests, visits, longest, fits):
     items = requests * visits
-    total = items * longest
+    total = items * longest // 2  # of different lengths
     most = balance.most_sum(1, items, visits, longest, total, 66)
     found = balance.worth_sorting(requests, visits, items, longest, total, 66, most)
     assert found == fits
@@ -88,10 +88,17 @@ def test_what_a_key_cannot_hold_is_not_sorted(requests, visits, longest, fits):
     assert not fits or (key < 2**31 and visits < balance.MOST_ITEMS)
 
 
-def test_equal_items_are_not_balanced_but_divided():
+@pytest.mark.parametrize("t", [1024, 4096])
+def test_equal_items_are_not_even_sorted(t):
     """100 items for 66 groups: two each would take twice as long as one and a half."""
     shape = GroupShape(2, 1, 66)
-    assert balanced_items([4096] * 100, shape) is None and partial_count([4096] * 100, shape) > 0
+    assert balanced_items([t] * 100, shape) is None
+    assert (partial_count([t] * 100, shape) > 0) == (t == 4096)  # 1024 tokens are taken in turns
+    blocks = t // KV_BLOCK
+    total = 100 * (blocks + ITEM_COST)
+    splits = int(not takes_turns(blocks, 100, 66, total))
+    most = balance.most_sum(splits, 100, 1, blocks, total, 66)
+    assert not balance.worth_sorting(100, 1, 100, blocks, total, 66, most)
 
 
 def test_nothing_is_split_where_items_are_balanced():

@@ -77,6 +77,9 @@ def most_sum(splits, items, visits, longest, total, group_count):
 def worth_sorting(requests, visits, present, longest, total, group_count, most):
     """Whether balancing may pay.
 
+    The group with most items has no less than the shortest, whose length follows from the mean and
+    the longest where lengths are spread evenly. Equal items are never sorted in vain.
+
     Args:
         requests: requests of the batch.
         present: items that find a query tile.
@@ -85,6 +88,9 @@ def worth_sorting(requests, visits, present, longest, total, group_count, most):
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
     hopeful = cutlass.min(cutlass.max(hopeful, visits - 1), most - total)
+    shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ITEM_COST)
+    least = quotient(present + group_count - 1, group_count) * shortest * group_count
+    hopeful = cutlass.min(hopeful, most - least + 1)
     fits = cutlass.min(MOST_ITEMS + 1 - requests * visits, MOST_BLOCKS - longest)
     fits = cutlass.min(cutlass.min(fits, MOST_REQUESTS + 1 - requests), MOST_ITEMS - visits)
     several = cutlass.min(present - group_count, group_count - 1)
