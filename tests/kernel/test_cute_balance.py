@@ -1,4 +1,4 @@
-"""Whole items balanced by length, without a GPU: the rule, the device's own code, its tiles."""
+"""Whole items balanced by length, without a GPU: the rule and the device's own code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK, ROWS
-from mla_var3.kernel.cute_python.mla.latent import balance, mask, ranges, scheduler
+from mla_var3.kernel.cute_python.mla.latent import balance, ranges
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
     balanced_items,
@@ -27,7 +27,6 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     WorkRange,
     takes_turns,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
 from .compile_once import as_written
 from .test_cute_schedule import Number, Warp
@@ -173,46 +172,3 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
         for turn, item in enumerate(wanted[group]):
             place = balance.turn_place(turn, group, groups)
             assert words[balance.MOST_REQUESTS + place] % balance.MOST_ITEMS == item
-
-
-@pytest.mark.parametrize("group_ctas", [1, 2])
-def test_the_work_tiles_of_all_turns_are_those_of_all_requests(group_ctas, monkeypatch):
-    for module, names in {
-        mask: ("causal_limit", "divided"),
-        ranges: ("tokens_of", "kv_blocks", "packed_queries", "item_count"),
-        scheduler: (
-            "causal_limit", "tokens_of", "kv_blocks", "packed_queries", "divided", "work_tile_at",
-            "balanced_item",
-        ),
-    }.items():  # fmt: skip
-        for name in names:
-            monkeypatch.setattr(module, name, as_written(getattr(module, name)))
-        monkeypatch.setattr(module, "Int32", int)
-    monkeypatch.setattr(scheduler, "Boolean", bool)
-    draw = random.Random(group_ctas)
-    heads, queries, groups = 32, 8, 33
-    counts = [draw.randint(1, queries) for _ in range(100)]
-    begins = list(itertools.accumulate(counts, initial=0))
-    lengths = spread(100, 1024)
-    tiles = [-(-count * heads // ROWS) for count in counts]
-    shape = GroupShape(group_ctas, -(-max(tiles) // group_ctas), groups)
-    items = [-(-count // group_ctas) for count in tiles]
-    taken = balanced_items(lengths, shape, items)
-    assert taken is not None
-    order = [0] * balance.ORDER_WORDS
-    for group, own in enumerate(taken):
-        for turn, item in enumerate(own):
-            order[balance.MOST_REQUESTS + balance.turn_place(turn, group, groups)] = item
-    found = []
-    for group, rank in itertools.product(range(groups), range(group_ctas)):
-        own_range = WorkRange(0, 0, len(taken[group]), 0, 1, 0, 1, balanced=True)
-        device = Scheduler(
-            own_range, lengths, None, begins, None, queries, begins[-1], heads, 2048, group_ctas,
-            shape.visits, 0, 1, 1, 0, None, group, rank, False, None, groups, order,
-        )  # fmt: skip
-        tile = device.first_tile()
-        while tile.valid:
-            assert tile.split == 0 and tile.first == 0
-            found.append((tile.request, tile.row))
-            tile = device.next_tile(tile)
-    assert sorted(found) == [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]

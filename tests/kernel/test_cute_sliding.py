@@ -4,6 +4,7 @@ Without their decorators the functions of the tile scheduler are Python, see `te
 """
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
-from mla_var3.kernel.cute_python.mla.latent import mask, merge, producer, ranges
+from mla_var3.kernel.cute_python.mla.latent import balance, mask, merge, producer, ranges
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
+    balanced_items,
     group_shape,
     ragged_tiles,
     range_begins,
@@ -42,7 +44,7 @@ DEVICE_FUNCTIONS = {
     ),
     device: (
         "causal_limit", "window_begin", "tokens_of", "kv_blocks", "first_block", "packed_queries",
-        "divided", "work_tile_at",
+        "divided", "work_tile_at", "balanced_item",
     ),
 }  # fmt: skip
 
@@ -162,6 +164,37 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
     wanted = [(r, (2 * i + 1) * ROWS) for r, count in enumerate(counts) for i in range(count)]
     assert sorted(found) == wanted
     assert len(reads) < 100
+
+
+@pytest.mark.parametrize("group_ctas", [1, 2])
+def test_the_turns_of_balanced_items_have_all_work_tiles(group_ctas):
+    draw = random.Random(group_ctas)
+    heads, queries, groups = 32, 8, 33
+    counts = [draw.randint(1, queries) for _ in range(100)]
+    begins = list(itertools.accumulate(counts, initial=0))
+    lengths = [1024 - i * 37 % 512 for i in range(100)]
+    tiles = [-(-count * heads // ROWS) for count in counts]
+    shape = GroupShape(group_ctas, -(-max(tiles) // group_ctas), groups)
+    items = [-(-count // group_ctas) for count in tiles]
+    taken = balanced_items(lengths, shape, items)
+    assert taken is not None
+    order = [0] * balance.ORDER_WORDS
+    for group, own in enumerate(taken):
+        for turn, item in enumerate(own):
+            order[balance.MOST_REQUESTS + balance.turn_place(turn, group, groups)] = item
+    found = []
+    for group, rank in itertools.product(range(groups), range(group_ctas)):
+        own_range = WorkRange(0, 0, len(taken[group]), 0, 1, 0, 1, balanced=True)
+        scheduler = Scheduler(
+            own_range, lengths, None, begins, None, queries, begins[-1], heads, 2048, group_ctas,
+            shape.visits, 0, 1, 1, 0, None, group, rank, False, None, groups, order,
+        )  # fmt: skip
+        tile = scheduler.first_tile()
+        while tile.valid:
+            assert tile.split == 0 and tile.first == 0
+            found.append((tile.request, tile.row))
+            tile = scheduler.next_tile(tile)
+    assert sorted(found) == [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]
 
 
 def test_boundaries_lie_where_the_query_tiles_are():

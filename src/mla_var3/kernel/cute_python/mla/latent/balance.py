@@ -24,6 +24,7 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     MERGE_COST,
     item_count,
     kv_blocks,
+    turns_length,
 )
 
 REQUEST_BITS, ITEM_BITS, BLOCK_BITS = 8, 10, 13
@@ -69,8 +70,7 @@ def most_sum(splits, items, visits, longest, total, group_count):
         group_count: number of CTA groups.
     """
     shared = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
-    rounds = quotient(items + group_count - 1, group_count)
-    in_turns = (rounds * (longest + ITEM_COST) - SORT_WORTH) * group_count
+    in_turns = (turns_length(longest, items, group_count) - SORT_WORTH) * group_count
     return splits * (total + shared + SPLIT_WORTH * group_count) + (1 - splits) * in_turns
 
 

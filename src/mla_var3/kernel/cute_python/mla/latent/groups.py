@@ -262,9 +262,7 @@ def balanced_items(
     total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
     splits = groups > 1 and not takes_turns(longest, behind, groups, total)
     most = most_sum(int(splits), behind, shape.visits, longest, total, groups)
-    if in_halves(lengths, shape, counts) or not worth_sorting(
-        len(lengths), shape.visits, len(items), longest, total, groups, most
-    ):
+    if not worth_sorting(len(lengths), shape.visits, len(items), longest, total, groups, most):
         return None
     order = sorted(items, key=lambda item: -item[1])
     turns = range(-(-len(items) // groups))

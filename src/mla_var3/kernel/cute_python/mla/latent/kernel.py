@@ -96,6 +96,11 @@ faster there and 32 rows 3 % slower (run 9 of
 docs/results/2026-11-15-nvidia-h200-cute-development.md); between them nothing was measured."""
 
 
+def exchanged_type(few: int) -> Any:
+    """The type in which CTAs exchange partials and halves: 16 bits where there are 64 rows."""
+    return Float32 if few > 0 else Float16
+
+
 class FlashMLASm90(ClusterHost):
     """Host and device code for one element type and pair of widths.
 
@@ -370,7 +375,7 @@ class FlashMLASm90(ClusterHost):
                     watch_starts(merges, merge, ctas, cta)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            exchanged = Float32 if self.few > 0 else Float16
+            exchanged = exchanged_type(self.few)
             partials = cute.recast_ptr(o_partial, dtype=exchanged)
             outputs = Outputs(
                 o_latent, lse, partials, lse_partial, merges, self.empty_positive, self.widths
@@ -496,7 +501,7 @@ def latent_stage(
         flops, moved = cost_fn(tiling)
         rows = partial_count(kv_lengths, shape) * shape.group_ctas * (tiling.few or ROWS)
         more_flops, more_moved = merge_cost(
-            rows, 4 if tiling.few else 2, o_latent.element_size(), plan.k
+            rows, exchanged_type(tiling.few).width // 8, o_latent.element_size(), plan.k
         )
         return flops + more_flops, moved + more_moved
 

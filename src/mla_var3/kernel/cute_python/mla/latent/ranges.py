@@ -122,6 +122,11 @@ def range_position(total, group, group_count):
     return share * group + quotient((total - share * group_count) * group, group_count)
 
 
+def turns_length(longest, items, group_count):
+    """What a CTA group takes at most where all take whole items in turns."""
+    return quotient(items + group_count - 1, group_count) * (longest + ITEM_COST)
+
+
 def takes_turns(longest, items, group_count, total):
     """Whether groups take whole items in turns: splitting would cost more than it saves.
 
@@ -132,8 +137,7 @@ def takes_turns(longest, items, group_count, total):
         items, group_count: numbers of items and of CTA groups.
         total: length of the line.
     """
-    rounds = quotient(items + group_count - 1, group_count)
-    return (rounds * (longest + ITEM_COST) - MERGE_COST) * group_count <= total
+    return (turns_length(longest, items, group_count) - MERGE_COST) * group_count <= total
 
 
 def half_of(blocks, step):
