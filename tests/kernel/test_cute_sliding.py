@@ -33,6 +33,8 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
 from .compile_once import as_written
+from .test_cute_balance import Signed
+from .test_cute_schedule import Number
 
 DEVICE_FUNCTIONS = {
     mask: (
@@ -44,7 +46,7 @@ DEVICE_FUNCTIONS = {
     ),
     device: (
         "causal_limit", "window_begin", "tokens_of", "kv_blocks", "first_block", "packed_queries",
-        "divided", "work_tile_at", "balanced_item",
+        "divided", "work_tile_at",
     ),
 }  # fmt: skip
 
@@ -54,7 +56,7 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in DEVICE_FUNCTIONS.items():
         for name in names:
             monkeypatch.setattr(module, name, as_written(getattr(module, name)))
-    for module in (mask, ranges, device, merge):
+    for module in (mask, ranges, balance, device, merge):
         monkeypatch.setattr(module, "Int32", int)
     for module in (mask, device, merge):
         monkeypatch.setattr(module, "Boolean", bool)
@@ -178,16 +180,18 @@ def test_the_turns_of_balanced_items_have_all_work_tiles(group_ctas):
     items = [-(-count // group_ctas) for count in tiles]
     taken = balanced_items(lengths, shape, items)
     assert taken is not None
-    order = [0] * balance.ORDER_WORDS
+    order = Signed([Number(0)] * balance.MOST_ITEMS)
     for group, own in enumerate(taken):
         for turn, item in enumerate(own):
-            order[balance.MOST_REQUESTS + balance.turn_place(turn, group, groups)] = item
+            request, visit = divmod(item, shape.visits)
+            place = balance.turn_place(turn, group, groups)
+            order[place] = Number((request << balance.VISIT_BITS) + visit)
     found = []
     for group, rank in itertools.product(range(groups), range(group_ctas)):
         own_range = WorkRange(0, 0, len(taken[group]), 0, 1, 0, 1, balanced=True)
         scheduler = Scheduler(
             own_range, lengths, None, begins, None, queries, begins[-1], heads, 2048, group_ctas,
-            shape.visits, 0, 1, 1, 0, None, group, rank, False, None, groups, order,
+            shape.visits, 0, 1, 1, 0, None, group, rank, False, groups, order,
         )  # fmt: skip
         tile = scheduler.first_tile()
         while tile.valid:

@@ -11,28 +11,32 @@ group whether this is shorter than equal ranges and a merge.
 """
 
 import dataclasses
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int16, Int32
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
 from mla_var3.kernel.cute_python.mla.latent.ops import quotient
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
     MERGE_COST,
+    Batch,
+    WorkRange,
     item_count,
     kv_blocks,
     turns_length,
 )
 
-REQUEST_BITS, ITEM_BITS, BLOCK_BITS = 8, 10, 13
-"""Bits of a request, an item and a number of KV blocks: most that are sorted. A key has all three,
-and so many words of shared memory are free."""
-MOST_REQUESTS, MOST_ITEMS, MOST_BLOCKS = 1 << REQUEST_BITS, 1 << ITEM_BITS, 1 << BLOCK_BITS
-ORDER_WORDS = MOST_REQUESTS + MOST_ITEMS + 1
-"""Words of shared memory: a key per request, the items in order, the longest sum of a group."""
+REQUEST_BITS, VISIT_BITS, BLOCK_BITS = 8, 8, 15
+"""Bits of a request, of its visits and of its KV blocks: most that are sorted. A key has all
+three, an item in the order the first two."""
+MOST_REQUESTS, MOST_VISITS, MOST_BLOCKS = 1 << REQUEST_BITS, 1 << VISIT_BITS, 1 << BLOCK_BITS
+MOST_ITEMS = 2048
+"""As many find room in shared memory."""
+ORDER_WORDS = MOST_REQUESTS + MOST_ITEMS // 2 + 1
+"""Words of shared memory: a key per request, the longest sum of a group, the items in order, in 16
+bits each."""
 SPLIT_WORTH = MERGE_COST + 1
 """KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
 sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
@@ -91,8 +95,8 @@ def worth_sorting(requests, visits, present, longest, total, group_count, most):
     shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ITEM_COST)
     least = quotient(present + group_count - 1, group_count) * shortest * group_count
     hopeful = cutlass.min(hopeful, most - least + 1)
-    fits = cutlass.min(MOST_ITEMS + 1 - requests * visits, MOST_BLOCKS - longest)
-    fits = cutlass.min(cutlass.min(fits, MOST_REQUESTS + 1 - requests), MOST_ITEMS - visits)
+    fits = cutlass.min(MOST_ITEMS + 1 - present, MOST_BLOCKS - longest)
+    fits = cutlass.min(cutlass.min(fits, MOST_REQUESTS + 1 - requests), MOST_VISITS - visits)
     several = cutlass.min(present - group_count, group_count - 1)
     return cutlass.min(cutlass.min(hopeful, fits), several) > 0
 
@@ -100,11 +104,18 @@ def worth_sorting(requests, visits, present, longest, total, group_count, most):
 # --- on the device --------------------------------------------------------------------------------
 
 
+def item_at(order: cute.Tensor, place: Int32) -> tuple[Int32, Int32]:
+    """Request and visit of an item in the order; a load of 16 bits extends the sign."""
+    item = order[place].to(Int32)
+    return (item >> VISIT_BITS) & (MOST_REQUESTS - 1), item & (MOST_VISITS - 1)
+
+
 @cute.jit
 def balance(
     batch: cutlass.Constexpr,
     own: cutlass.Constexpr,
     words: cute.Tensor,
+    order: cute.Tensor,
     group: Int32,
     group_count: Int32,
 ):
@@ -113,7 +124,7 @@ def balance(
     Args:
         batch: the items.
         own: the `WorkRange` of this group.
-        words: `ORDER_WORDS` of shared memory.
+        words, order: see `ORDER_WORDS`.
         group, group_count: this group, and how many there are.
 
     Returns:
@@ -122,7 +133,7 @@ def balance(
     """
     thread, _, _ = cute.arch.thread_idx()
     requests, visits = batch.requests, batch.visits
-    order, most = MOST_REQUESTS, ORDER_WORDS - 1
+    most = MOST_REQUESTS
     balanced = Boolean(False)
     begin, begin_block, end, end_block = own.begin, own.begin_block, own.end, own.end_block
     step, splits = own.step, own.splits
@@ -136,29 +147,29 @@ def balance(
             key = Int32(0)
             if request < requests:
                 key = (kv_blocks(batch, request) << REQUEST_BITS) + (MOST_REQUESTS - 1 - request)
-                key = (key << ITEM_BITS) + item_count(request, visits, batch.packed)
+                key = (key << VISIT_BITS) + item_count(request, visits, batch.packed)
             words[request] = key
         if thread == 0:
             words[most] = Int32(0)
         cute.arch.sync_threads()
         for request in cutlass.range(thread, requests, THREADS, unroll=1):
             key = words[request]
-            place = Int32(order)
+            place = Int32(0)
             for four in cutlass.range(0, padded, 4, unroll=2):
                 for i in cutlass.range_constexpr(4):
                     other = words[four + i]
                     if other > key:  # longer, or as long and before this one
-                        place += other & (MOST_ITEMS - 1)
-            cost = (key >> (REQUEST_BITS + ITEM_BITS)) + ITEM_COST
-            for visit in cutlass.range(key & (MOST_ITEMS - 1), unroll=1):
-                words[place + visit] = (cost << ITEM_BITS) + (request * visits + visit)
+                        place += other & (MOST_VISITS - 1)
+            for visit in cutlass.range(key & (MOST_VISITS - 1), unroll=1):
+                order[place + visit] = ((request << VISIT_BITS) + visit).to(Int16)
         cute.arch.sync_threads()
         if thread < group_count:
             cost = Int32(0)
             place = turn_place(Int32(0), thread, group_count)
             turn = Int32(0)
             while place < own.present:
-                cost += words[order + place] >> ITEM_BITS
+                request, _ = item_at(order, place)
+                cost += (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ITEM_COST
                 turn += 1
                 place = turn_place(turn, thread, group_count)
             cute.arch.atomic_max(words.iterator + most, cost, sem="relaxed", scope="cta")
@@ -173,15 +184,21 @@ def balance(
     return balanced, begin, begin_block, end, end_block, step, splits
 
 
-def balanced(scheduler: Any, words: cute.Pointer) -> Any:
-    """The scheduler, with whole items in order where that is shorter; see `balance`."""
-    own = scheduler.range
-    order = cute.make_tensor(words, cute.make_layout(ORDER_WORDS))
+def balanced(
+    batch: Batch, own: WorkRange, words: cute.Pointer, group: Int32, group_count: Int32
+) -> tuple[WorkRange, cute.Tensor]:
+    """The range of a group, of turns where whole items in order are shorter, and the order.
+
+    The arguments are those of `balance`.
+    """
+    keys = cute.make_tensor(words, cute.make_layout(MOST_REQUESTS + 1))
+    items = cute.recast_ptr(words + (MOST_REQUESTS + 1), dtype=Int16)
+    order = cute.make_tensor(items, cute.make_layout(MOST_ITEMS))
     chosen, begin, begin_block, end, end_block, step, splits = balance(
-        scheduler.batch, own, order, scheduler.group, scheduler.group_count
+        batch, own, keys, order, group, group_count
     )
     taken = dataclasses.replace(
         own, begin=begin, begin_block=begin_block, end=end, end_block=end_block, step=step,
         splits=splits, balanced=chosen,
     )  # fmt: skip
-    return dataclasses.replace(scheduler, range=taken, order=order)
+    return taken, order

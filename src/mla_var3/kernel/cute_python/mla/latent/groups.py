@@ -118,7 +118,7 @@ def group_shape(
             shared = most * min(1.0, requests * size / taken)
             streams = shared if 2 * taken <= most * size else most
             # They also do where items are balanced.
-            sorts = requests <= MOST_REQUESTS and items <= MOST_ITEMS
+            sorts = requests <= MOST_REQUESTS and taken <= MOST_ITEMS * size
             balanced = sorts and taken >= SURE_TURNS * most * size
             used = most * size / sm_count / max(1.0, (shared if balanced else streams) / STREAMS)
             share = (1.0 - cost) * total_tiles / taken * used - STREAM_COST * streams

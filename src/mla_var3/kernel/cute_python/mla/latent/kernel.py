@@ -52,7 +52,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
-from mla_var3.kernel.cute_python.mla.latent.balance import balanced
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
@@ -338,10 +337,9 @@ class FlashMLASm90(ClusterHost):
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
             whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
+            None if self.clusters else store.merge.data_ptr(),
         )  # fmt: skip
         cute.arch.sync_threads()
-        if const_expr(not self.clusters):
-            scheduler = balanced(scheduler, store.merge.data_ptr())
         if const_expr(self.overlap == "first"):
             cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank

@@ -399,23 +399,23 @@ def finish(
     row_sums, peaks = exchange.row_sum, exchange.peaks
     k, half = outputs.widths.k, outputs.widths.half
     partial, writing = writes(tile, Boolean(True), group, scheduler)
+    writes_lse = group == 0 and lane % 4 == 0
     for r in cutlass.range_constexpr(2):
         total = row_sum(sums[r])
         if lane % 4 == 0:
             row_sums[row0 + 8 * r, group] = total
+    # Each way in one piece: the code is not in the instruction cache, and jumps cost.
     if partial:
+        slot = partial_slot(tile, scheduler)
         for r in cutlass.range_constexpr(2):
             peak = row_peak(o[r, None])
             if lane % 4 == 0:
                 peaks[row0 + 8 * r, group] = peak
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-    slot = partial_slot(tile, scheduler)
-    for r in cutlass.range_constexpr(2):
-        row = row0 + 8 * r
-        inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
-        writes_lse = group == 0 and lane % 4 == 0
-        exists = writing and tile.row + row < tile.rows
-        if partial:
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            exists = writing and tile.row + row < tile.rows
+            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
             factor = float16_factor(cute.arch.fmax(peaks[row, 0], peaks[row, 1]))
             o[r, None].store(o[r, None].load() * factor)
             start = (Int64(slot) * slot_rows(outputs.o_partial) + row) * k
@@ -425,7 +425,12 @@ def finish(
                 lse_partial[slot * ROWS + row] = lse_log2
                 factors = partial_factors(outputs.o_partial, slot + 1, k)
                 factors[slot, row] = inverse * cute.arch.rcp_approx(factor)
-        else:
+    else:
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            exists = writing and tile.row + row < tile.rows
+            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
             o[r, None].store(o[r, None].load() * inverse)
             at = Int64(tile.base + tile.row + row)
             target = outputs.o_latent + (at * k + group * half)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK_BITS, ROWS
-from mla_var3.kernel.cute_python.mla.latent.balance import MOST_ITEMS, MOST_REQUESTS, turn_place
+from mla_var3.kernel.cute_python.mla.latent.balance import balanced, item_at, turn_place
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit, window_begin
 from mla_var3.kernel.cute_python.mla.latent.ops import blocks_of, divided, quotient
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
@@ -96,7 +96,7 @@ class Scheduler:
         group: number of the CTA group.
         rank: the CTA's place in its group.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
-        batch, group_count: all items, and the number of CTA groups.
+        group_count: number of CTA groups.
         order: the items in shared memory where they may be balanced, see `balance.py`; else None.
     """
 
@@ -119,7 +119,6 @@ class Scheduler:
     group: Any
     rank: Any
     clusters: bool = False
-    batch: Batch | None = None
     group_count: Any = None
     order: Any = None
 
@@ -149,6 +148,7 @@ class Scheduler:
         group: Any,
         rank: Any,
         clusters: bool = False,
+        words: Any = None,
     ) -> "Scheduler":
         """The scheduler of a CTA, with the range of its group.
 
@@ -159,6 +159,7 @@ class Scheduler:
                 contract.
             group, rank: this CTA's.
             clusters: see the class.
+            words: shared memory for the order of balanced items; None where there are none.
         """
         lengths, total_lengths, begins = index.lengths, index.total_lengths, index.query_begins
         window, packed = None, None
@@ -168,10 +169,13 @@ class Scheduler:
             packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         batch = Batch(lengths, requests, visits, newest, max_tokens, window, packed)
         own = work_range(batch, whole_items, group_ctas, group, group_count, clusters)
+        order = None
+        if words is not None:
+            own, order = balanced(batch, own, words, group, group_count)
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
             max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
-            clusters, batch, group_count,
+            clusters, group_count, order,
         )  # fmt: skip
 
     def first_tile(self) -> WorkTile:
@@ -181,13 +185,6 @@ class Scheduler:
     def next_tile(self, tile: WorkTile) -> WorkTile:
         """The work tile behind `tile`."""
         return work_tile_at(tile.item + self.range.step, self)
-
-
-@cute.jit
-def balanced_item(scheduler: cutlass.Constexpr, turn: Int32) -> Int32:
-    """The item that a CTA group takes in a turn, where items are balanced."""
-    place = turn_place(turn, scheduler.group, scheduler.group_count)
-    return scheduler.order[MOST_REQUESTS + place] & (MOST_ITEMS - 1)
 
 
 @cute.jit
@@ -209,12 +206,12 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
         if item > own.end or (item == own.end and own.end_block == 0):
             searching = Boolean(False)
         else:
-            number = item
+            request = divided(item, scheduler.visits)
+            visit = item - request * scheduler.visits
             if const_expr(scheduler.order is not None):
                 if own.balanced:
-                    number = balanced_item(scheduler, item)
-            request = divided(number, scheduler.visits)
-            visit = number - request * scheduler.visits
+                    place = turn_place(item, scheduler.group, scheduler.group_count)
+                    request, visit = item_at(scheduler.order, place)
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
@@ -261,7 +258,7 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                     last = cutlass.min(last, blocks_of(seen))
                 last = cutlass.max(last, first)
             else:  # later visits find no tile either: on to the next request
-                rest = (request + 1) * scheduler.visits - number
+                rest = (request + 1) * scheduler.visits - item
                 if const_expr(scheduler.order is not None):
                     if own.balanced:
                         rest = Int32(1)
