@@ -34,7 +34,10 @@ DEVICE = "cuda"
 
 
 def cases() -> Iterator[Case]:
-    """Cut by many parts, cut by three, whole, halved and balanced by length, with both masks."""
+    """Cut by many parts, cut by three, whole, halved and balanced by length, with both masks.
+
+    Of balanced ones the last is split where items are left.
+    """
     for t, page in itertools.product((200, 450, 700), (0, 64)):
         yield Case(2, 2, t, 64, "mixed", page=page)
         yield Case(2, 2, t, 64, "edges", page=page, group_ctas=1, sms=3, causal=False)
@@ -42,6 +45,7 @@ def cases() -> Iterator[Case]:
         yield Case(2, 2, t, 64, "equal", page=page, group_ctas=1, sms=8)
         yield Case(2, 1, t, 16, "equal", page=page, sms=4)
         yield Case(13, 1, t, 64, "ragged", page=page, group_ctas=1, sms=3)
+    yield Case(3, 4, 2000, 64, "equal", group_ctas=1, sms=8)
 
 
 def run(case: Case) -> bool:

@@ -162,7 +162,14 @@ BALANCED = [
     Case(100, 4, 700, 128, "ragged", group_ctas=2),
 ]  # fmt: skip
 """Shapes whose items are taken whole, in the order of their lengths, see `balance.py`."""
-CASES = size_cases() + group_cases() + HALVES + BALANCED
+FILLED = [
+    Case(20, 4, 4000, 128, "ragged", group_ctas=2), Case(100, 2, 2000, 128, "equal", group_ctas=2),
+    Case(45, 3, 2000, 64, "equal", page=64, group_ctas=1),
+    Case(9, 4, 2000, 128, "ragged", causal=False, dtype="float16", group_ctas=2, sms=50),
+    Case(20, 3, 4000, 64, "ragged", page=128, group_ctas=1, sms=50),
+]  # fmt: skip
+"""Shapes whose groups take whole items and parts of those that are left."""
+CASES = size_cases() + group_cases() + HALVES + BALANCED + FILLED
 
 
 def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
@@ -232,9 +239,11 @@ def test_the_cases_are_many_and_varied() -> None:
     for case in HALVES:
         plan = case.plan()
         assert in_halves(plan.problem().kv_lengths, case.shape(plan)), case
-    for case in BALANCED:
+    for case in BALANCED + FILLED:
         plan = case.plan()
-        assert balanced_items(plan.problem().kv_lengths, case.shape(plan)), case
+        lengths, shape = plan.problem().kv_lengths, case.shape(plan)
+        assert balanced_items(lengths, shape), case
+        assert (partial_count(lengths, shape) > 0) == (case in FILLED), case
 
 
 def test_every_case_can_be_planned() -> None:
@@ -490,8 +499,16 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
 
 
 @pytest.mark.gpu
-def test_a_graph_is_replayed_with_items_balanced_split_and_in_turns() -> None:
-    case = Case(100, 1, 4096, 128, "equal", page=64)
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        (Case(100, 1, 4096, 128, "equal", page=64), 3),
+        (Case(100, 2, 4096, 128, "equal", page=64, group_ctas=2), 2),
+    ],
+    ids=str,
+)
+def test_a_graph_is_replayed_with_other_ways_to_take_items(case, kinds) -> None:
+    """Balanced, split and in turns, or balanced with some of them split."""
     plan, inputs, stage = planned(case)
     graph = captured(stage.launch)
     seen = set()
@@ -505,7 +522,7 @@ def test_a_graph_is_replayed_with_items_balanced_split_and_in_turns() -> None:
         poison_outputs(stage)
         graph.replay()
         require_close(outputs_of(stage), plan.reference_fn(*inputs), RELATIVE[plan.dtype])
-    assert len(seen) == 3 or plan.sm_count != DEFAULT_SM_COUNT
+    assert len(seen) == kinds or plan.sm_count != DEFAULT_SM_COUNT
 
 
 @pytest.mark.gpu

@@ -7,8 +7,16 @@ import time
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
 from mla_var3.attention.merge import merge_partials
 from mla_var3.integrations import paged
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, ROWS
+from mla_var3.kernel.cute_python.mla.latent.groups import (
+    balanced_items,
+    group_shape,
+    ragged_tiles,
+)
 
 from ..unit.integrations.paged_support import Batch, K
 
@@ -89,6 +97,24 @@ def test_batch_invariant_results_are_those_of_the_request_alone(h, others) -> No
         alone, alone_lse = batch.only(request).attend(batch_invariant=True, return_lse=True)
         assert torch.equal(alone, output[own])
         assert torch.equal(alone_lse, lse[own])
+
+
+@pytest.mark.parametrize(("h", "requests", "most"), [(64, 60, 3), (24, 60, 8)])
+def test_packed_requests_of_which_some_are_split(h, requests, most) -> None:
+    """CTA groups take whole items, and parts of the shortest ones."""
+    counts = [1 + i % most for i in range(requests)]
+    lengths = [1200 + i * 37 % 400 for i in range(requests)]
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    known = ragged_tiles(sum(counts), requests, most, h)
+    shape = group_shape(-(-most * h // ROWS), requests, sms, 0, *known)
+    items = [-(-count * h // (ROWS * shape.group_ctas)) for count in counts]
+    taken = balanced_items(lengths, shape, items)
+    assert sms != DEFAULT_SM_COUNT or sum(map(len, taken or [])) > sum(items)
+    batch = Batch(counts, lengths, h=h).on_gpu()
+    output, lse = batch.attend(out=torch.full_like(batch.q[..., :K], torch.nan), return_lse=True)
+    expected, expected_lse = batch.expected()
+    torch.testing.assert_close(output.cpu().double(), expected, **TOLERANCE)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, **TOLERANCE)
 
 
 def test_wrong_values_on_the_device_stay_inside_the_buffers() -> None:

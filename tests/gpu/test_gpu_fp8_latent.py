@@ -16,9 +16,14 @@ from mla_var3.attention.replay import key as keys
 from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.call import partials_for
-from mla_var3.kernel.cute_python.mla.latent.groups import balanced_items, group_shape, in_halves
+from mla_var3.kernel.cute_python.mla.latent.groups import (
+    balanced_items,
+    group_shape,
+    in_halves,
+    ragged_tiles,
+)
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS
 from mla_var3.op.mla.cache_formats import cache_format, quantise
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
@@ -46,7 +51,7 @@ def filled(
     """A cache of normal tokens, NaN in every slot without one."""
     scale = {"scale": 0.01} if fmt == "fp8" else {}
     cache = LatentCache.allocate(
-        len(lengths), T, dtype=fmt, device=DEVICE, page_size=page_size, **scale
+        len(lengths), max(T, *lengths, 0), dtype=fmt, device=DEVICE, page_size=page_size, **scale
     )
     cache.buffer.fill_(0xFF)
     rows = normal(generator, len(lengths), max(lengths), K + P, dtype=torch.bfloat16).to(DEVICE)
@@ -192,6 +197,30 @@ def test_whole_requests_in_the_order_of_their_lengths(
     out = torch.full_like(q[0], torch.nan)
     found = mla_latent_attention(*q, cache, out=out, kernel=KERNEL)
     require_batch(found, q, cache.view(), fmt, s)
+
+
+@FORMAT
+def test_packed_requests_of_which_some_are_split(fmt: str, generator: torch.Generator) -> None:
+    """CTA groups take whole items, and parts of the shortest ones."""
+    h, counts = 64, [1 + i % 3 for i in range(60)]
+    lengths = tuple(1200 + i * 37 % 400 for i in range(60))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    shape = group_shape(3, 60, sms, 0, *ragged_tiles(sum(counts), 60, 3, h))
+    items = [-(-count // shape.group_ctas) for count in counts]
+    taken = balanced_items(lengths, shape, items)
+    assert sms != DEFAULT_SM_COUNT or sum(map(len, taken or [])) > sum(items)
+    cache, q = filled(generator, fmt, 64, lengths), queries(generator, sum(counts), h)
+    bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(DEVICE)
+    output, lse = mla_latent_attention(
+        *q, cache, out=torch.full_like(q[0], torch.nan), cu_seqlens_q=bounds, max_q=3, kernel=KERNEL
+    )
+    for request, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        own = slice(int(bounds[request]), int(bounds[request + 1]))
+        wanted = expected(
+            rounded(q[0][own], q[1][own], fmt), tokens_of(cache.view(), request, length),
+            causal(count, length),
+        )  # fmt: skip
+        require((output[own], lse[own]), wanted, length)
 
 
 def test_it_is_what_a_call_takes(generator: torch.Generator) -> None:

@@ -47,7 +47,7 @@ def spread(requests: int, t: int, least: float = 0.5) -> list[int]:
         (64, 160, 1024, 1, True),
         (128, 64, 1024, 2, True),
         (128, 64, 4096, 2, True),
-        (128, 64, 16384, 2, False),
+        (128, 64, 16384, 1, False),  # an item per group, nearly
         (128, 80, 4096, 1, False),
         (128, 120, 4096, 1, True),
         (16, 256, 16384, 8, True),
@@ -67,7 +67,41 @@ def test_balancing_pays_where_it_was_measured(heads, requests, t, queries, pays)
     assert (found is not None) == pays
     if found is not None:
         wanted = [r * shape.visits + i for r, count in enumerate(items) for i in range(count)]
-        assert sorted(itertools.chain(*found)) == wanted
+        assert sorted({item for own in found for item, _, _ in own}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("heads", "requests", "t", "queries"),
+    [
+        (128, 64, 4096, 2),
+        (128, 64, 16384, 2),
+        (128, 64, 4096, 4),
+        (128, 64, 4096, 8),
+        (128, 48, 4096, 8),
+        (128, 100, 16384, 4),
+        (32, 64, 4096, 8),
+    ],
+)
+def test_items_that_are_left_make_up_for_what_sums_lack(heads, requests, t, queries):
+    counts = [1 + i % queries for i in range(requests)]
+    shape = GroupShape(2, -(-queries * heads // (2 * ROWS)), 66)
+    items = [-(-count * heads // (2 * ROWS)) for count in counts]
+    lengths = spread(requests, t)
+    found = balanced_items(lengths, shape, items)
+    assert found is not None
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for own in found:
+        for item, first, last in own:
+            pieces.setdefault(item, []).append((first, last))
+    wanted = [r * shape.visits + i for r, count in enumerate(items) for i in range(count)]
+    assert sorted(pieces) == wanted
+    for item, parts in pieces.items():  # in the order of the groups
+        borders = [0, *itertools.chain(*parts), -(-lengths[item // shape.visits] // KV_BLOCK)]
+        assert borders[::2] == borders[1::2], item
+    partials = sum(len(parts) for parts in pieces.values() if len(parts) > 1)
+    assert 0 < partials < 2 * 66
+    sums = [sum(last - first + ITEM_COST for _, first, last in own) for own in found]
+    assert max(sums) <= sum(sums) / 66 + 6  # a step of the splits, and the cost of a piece
 
 
 @pytest.mark.parametrize(
@@ -81,7 +115,7 @@ def test_what_a_key_cannot_hold_is_not_sorted(requests, visits, longest, fits):
     items = requests * visits
     total = items * longest // 2  # of different lengths
     most = balance.most_sum(1, items, visits, longest, total, 66)
-    found = balance.worth_sorting(requests, visits, items, longest, total, 66, most)
+    found = balance.worth_sorting(1, requests, visits, items, longest, total, 66, most)
     assert found == fits
     key = ((longest << balance.REQUEST_BITS) + requests - 1 << balance.VISIT_BITS) + visits
     assert not fits or (key < 2**31 and visits < balance.MOST_VISITS)
@@ -97,7 +131,7 @@ def test_equal_items_are_not_even_sorted(t):
     total = 100 * (blocks + ITEM_COST)
     splits = int(not takes_turns(blocks, 100, 66, total))
     most = balance.most_sum(splits, 100, 1, blocks, total, 66)
-    assert not balance.worth_sorting(100, 1, 100, blocks, total, 66, most)
+    assert not balance.worth_sorting(splits, 100, 1, 100, blocks, total, 66, most)
 
 
 def test_nothing_is_split_where_items_are_balanced():
@@ -133,19 +167,28 @@ class Signed(list):
 def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     draw = random.Random(seed)
     block = Warp(0.0)  # a CTA of 32 threads
-    words = Words([Number(7)] * (balance.MOST_REQUESTS + 1))
-    order = Signed([Number(7)] * balance.MOST_ITEMS)
+    words = Words([Number(7)] * balance.KEY_WORDS)
+    order, taken = (Signed([Number(7)] * n) for n in (balance.MOST_ITEMS, balance.MOST_TAKEN))
 
     def atomic_max(place: int, value: int, **how: Any) -> None:
         words[place] = max(words[place], value)  # one step of the interpreter's lock
 
     block.cute.arch.thread_idx = lambda: (block.cute.arch.lane_idx(), 0, 0)
     block.cute.arch.sync_threads = lambda: block._exchanged(0)
-    block.cute.arch.atomic_max = atomic_max
-    for name in ("tokens_of", "kv_blocks", "packed_queries", "item_count"):
+
+    def atomic_add(place: int, value: int, **how: Any) -> None:
+        words[place] += value
+
+    block.cute.arch.atomic_max, block.cute.arch.atomic_add = atomic_max, atomic_add
+    block.cute.arch.make_warp_uniform = lambda number: number
+    for name in (
+        "tokens_of", "kv_blocks", "packed_queries", "item_count", "inclusive_sum", "split_range",
+        "split_in_request",
+    ):  # fmt: skip
         monkeypatch.setattr(ranges, name, as_written(getattr(ranges, name)))
-    for name in ("kv_blocks", "item_count"):
+    for name in ("kv_blocks", "item_count", "split_range"):
         monkeypatch.setattr(balance, name, getattr(ranges, name))
+    monkeypatch.setattr(balance, "left_items", as_written(balance.left_items))
     for name, value in {"Int32": Number, "Int16": Number, "Boolean": bool, "THREADS": 32}.items():
         monkeypatch.setattr(balance, name, value)
     for module in (balance, ranges):
@@ -154,13 +197,14 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     monkeypatch.setattr(ranges, "Int32", Number)
 
     requests, visits = draw.choice((50, 131, 255, 256)), draw.choice((1, 2, 4))
-    groups, most = draw.choice((7, 33, 66)), draw.choice((1024, 1024, 40_000))
+    groups, most = draw.choice((7, 33, 66)), draw.choice((1024, 4096, 40_000))
     lengths = [Number(draw.choice((0, draw.randint(500, most)))) for _ in range(requests)]
     counts = [draw.randint(0, visits) for _ in range(requests)]
-    shape, packed = GroupShape(1, visits, groups), None
+    ctas = Number(draw.choice((1, 2)))
+    shape, packed = GroupShape(ctas, visits, groups), None
     if seed % 2:
         begins = [Number(begin) for begin in itertools.accumulate(counts, initial=0)]
-        packed = PackedQueries(begins, visits, begins[-1], 64, ROWS)
+        packed = PackedQueries(begins, visits, begins[-1], 64 * ctas, ROWS * ctas)
     else:
         counts = [visits] * requests
     kept = [-(-n // KV_BLOCK) for n, c in zip(lengths, counts, strict=True) for _ in range(c)]
@@ -171,14 +215,27 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     )
     batch = Batch(lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed)
     wanted = balanced_items(lengths, shape, counts)
+    sharers: dict[int, list[int]] = {}
+    for group, taken_items in enumerate(wanted or []):
+        for item, _, _ in taken_items:
+            sharers.setdefault(item, []).append(group)
     run = as_written(balance.balance)
     for group in (0, groups // 2, groups - 1):
-        given = (batch, own, words, order, Number(group), Number(groups))
+        given = (batch, own, words, order, taken, ctas, Number(group), Number(groups))
         found = block.run(lambda given=given: run(*given))
+        assert len(set(found)) == 1
+        balanced, begin, begin_block, end, end_block, step, still_splits = found[0]
+        assert balanced == (wanted is not None)
         if wanted is None:
-            assert set(found) == {(False, 0, 0, 1, 1, 1, splits)}
+            assert found[0] == (False, 0, 0, 1, 1, 1, splits)
             continue
-        assert set(found) == {(True, 0, 0, len(wanted[group]), 0, 1, False)}
-        for turn, item in enumerate(wanted[group]):
-            place = balance.turn_place(turn, group, groups)
-            assert balance.item_at(order, place) == divmod(item, visits)
+        assert (begin, step) == (0, 1)
+        pieces = []
+        request, visit = balance.item_at(taken, 0)
+        while visit != balance.NO_VISIT:
+            i = len(pieces)
+            last = end_block if i == end else -(-lengths[request] // KV_BLOCK)
+            pieces.append((request * visits + visit, begin_block if i == 0 else 0, last))
+            request, visit = balance.item_at(taken, i + 1)
+        assert pieces == wanted[group]
+        assert still_splits == any(len(own) > 1 for own in sharers.values())

@@ -168,37 +168,47 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
     assert len(reads) < 100
 
 
+@pytest.mark.parametrize(("t", "splits"), [(1024, False), (16384, True)])
 @pytest.mark.parametrize("group_ctas", [1, 2])
-def test_the_turns_of_balanced_items_have_all_work_tiles(group_ctas):
+def test_balanced_items_have_all_work_tiles(group_ctas, t, splits):
+    """Whole items, or also parts of those that are left."""
     draw = random.Random(group_ctas)
     heads, queries, groups = 32, 8, 33
-    counts = [draw.randint(1, queries) for _ in range(100)]
+    counts = [draw.randint(1, queries) for _ in range(100 - 45 * (2 - group_ctas) * splits)]
     begins = list(itertools.accumulate(counts, initial=0))
-    lengths = [1024 - i * 37 % 512 for i in range(100)]
+    lengths = [t - i * 37 % 64 * t // 128 for i in range(len(counts))]
     tiles = [-(-count * heads // ROWS) for count in counts]
     shape = GroupShape(group_ctas, -(-max(tiles) // group_ctas), groups)
     items = [-(-count // group_ctas) for count in tiles]
     taken = balanced_items(lengths, shape, items)
     assert taken is not None
-    order = Signed([Number(0)] * balance.MOST_ITEMS)
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for group, own in enumerate(taken):
-        for turn, item in enumerate(own):
+        listed = Signed([Number(-1)] * balance.MOST_TAKEN)
+        ends = -1, 0
+        for i, (item, _, last) in enumerate(own):
             request, visit = divmod(item, shape.visits)
-            place = balance.turn_place(turn, group, groups)
-            order[place] = Number((request << balance.VISIT_BITS) + visit)
-    found = []
-    for group, rank in itertools.product(range(groups), range(group_ctas)):
-        own_range = WorkRange(0, 0, len(taken[group]), 0, 1, 0, 1, balanced=True)
-        scheduler = Scheduler(
-            own_range, lengths, None, begins, None, queries, begins[-1], heads, 2048, group_ctas,
-            shape.visits, 0, 1, 1, 0, None, group, rank, False, groups, order,
-        )  # fmt: skip
-        tile = scheduler.first_tile()
-        while tile.valid:
-            assert tile.split == 0 and tile.first == 0
-            found.append((tile.request, tile.row))
-            tile = scheduler.next_tile(tile)
-    assert sorted(found) == [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]
+            listed[i] = Number((request << balance.VISIT_BITS) + visit)
+            if last < -(-lengths[request] // KV_BLOCK):
+                ends = i, last
+        own_range = WorkRange(0, own[0][1], *ends, 1, 0, 1, balanced=True)
+        for rank in range(group_ctas):
+            scheduler = Scheduler(
+                own_range, lengths, None, begins, None, queries, begins[-1], heads, 1 << 20,
+                group_ctas, shape.visits, 0, 0, 1, 0, None, group, rank, False, listed,
+            )  # fmt: skip
+            tile = scheduler.first_tile()
+            while tile.valid:
+                piece = (tile.first, tile.last, tile.split)
+                found.setdefault((tile.request, tile.row), []).append(piece)
+                tile = scheduler.next_tile(tile)
+    wanted = [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]
+    assert sorted(found) == wanted
+    for (request, _), pieces in found.items():
+        borders = [0, *(n for piece in pieces for n in piece[:2]), -(-lengths[request] // KV_BLOCK)]
+        assert borders[::2] == borders[1::2]
+        assert [bool(split) for *_, split in pieces] == [len(pieces) > 1] * len(pieces)
+    assert any(len(pieces) > 1 for pieces in found.values()) == splits
 
 
 def test_boundaries_lie_where_the_query_tiles_are():

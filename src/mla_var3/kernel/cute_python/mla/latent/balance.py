@@ -7,10 +7,16 @@ second turn in reverse. Query tiles of one request are neighbours in this order,
 walk its KV blocks at the same time and share them in L2.
 
 Every CTA sorts the items when it starts, in shared memory, and knows from the longest sum of any
-group whether this is shorter than equal ranges and a merge.
+group whether this is shorter than equal ranges and a merge. Where it is not, but requests have
+several visits, the groups take whole items for as many turns as all of them have. The shortest
+items, which are left, form a line, and every group begins with a range of it that makes up for what
+its sum lacks.
 """
 
 import dataclasses
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,6 +31,8 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     WorkRange,
     item_count,
     kv_blocks,
+    split_range,
+    split_step,
     turns_length,
 )
 
@@ -34,9 +42,10 @@ three, an item in the order the first two."""
 MOST_REQUESTS, MOST_VISITS, MOST_BLOCKS = 1 << REQUEST_BITS, 1 << VISIT_BITS, 1 << BLOCK_BITS
 MOST_ITEMS = 2048
 """As many find room in shared memory."""
-ORDER_WORDS = MOST_REQUESTS + MOST_ITEMS // 2 + 1
-"""Words of shared memory: a key per request, the longest sum of a group, the items in order, in 16
-bits each."""
+NO_VISIT = MOST_VISITS - 1
+"""Stands behind the last item of a group."""
+MOST_TAKEN = 256
+"""Items of one group, and their end."""
 SPLIT_WORTH = MERGE_COST + 1
 """KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
 sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
@@ -45,12 +54,35 @@ SHARED_WORTH = 7
 """Where requests have several visits the sum may be longer by 1 in so many, because groups share
 their KV blocks. From the same rows: 1.20 to 1.27 times an equal share gained 1 to 8 %, 1.18 to 1.30
 times with 16384 tokens lost 3 to 10 %."""
+ALONE_COST = 3
+"""Where every group is one CTA, 1 in so many KV blocks of the items that are left: no group shares
+them. On an H200 256 requests of up to two visits and 8192 to 16384 tokens took 4 % more with a
+quarter of the KV blocks left, though the longest sum was 3 % shorter."""
 SORT_WORTH = 2
 """KV blocks that are to be gained where groups would take whole items in turns without an order;
 not measured."""
 SHORT_ITEMS = 32
 """KV blocks up to which items are sorted in any case. Few long ones are hard to balance: they are
 sorted from one and a half per group on, or where requests have several visits."""
+
+
+class Sums(IntEnum):
+    """Words of shared memory about the groups, behind the keys."""
+
+    LONGEST = MOST_REQUESTS
+    """The longest sum of a group that takes whole items only."""
+    LONGEST_WHOLE = auto()
+    """The same without the last turn, which not all groups have."""
+    BEFORE = auto()
+    """Where this group's range begins on the line of items that are left."""
+    OWN = auto()
+    """How long it is."""
+
+
+KEY_WORDS = MOST_REQUESTS + len(Sums)
+ORDER_WORDS = KEY_WORDS + MOST_ITEMS // 2
+"""Words of shared memory while items are sorted: a key per request, `Sums`, and the items in order,
+in 16 bits each."""
 
 
 # --- plain arithmetic, on numbers of the host or of the device ------------------------------------
@@ -78,26 +110,48 @@ def most_sum(splits, items, visits, longest, total, group_count):
     return splits * (total + shared + SPLIT_WORTH * group_count) + (1 - splits) * in_turns
 
 
-def worth_sorting(requests, visits, present, longest, total, group_count, most):
-    """Whether balancing may pay.
+def filled_sum(splits, visits, group_ctas, longest, longest_whole, total, group_count):
+    """What the longest sum of a group is like where items that are left may be split.
 
-    The group with most items has no less than the shortest, whose length follows from the mean and
-    the longest where lengths are spread evenly. Equal items are never sorted in vain.
+    With their merge; `longest` where nothing may be split, or no KV blocks would be shared.
 
     Args:
+        splits, visits, total, group_count: as for `most_sum`.
+        group_ctas: CTAs of a group.
+        longest: longest sum of a group that takes whole items only.
+        longest_whole: the same without the last turn, which not all groups have.
+    """
+    share = quotient(total + group_count - 1, group_count)
+    allowed = cutlass.min(splits * (visits - 1), 1)
+    alone = 2 - cutlass.min(group_ctas, 2)
+    left = quotient(cutlass.max(share - longest_whole, 0), ALONE_COST)
+    filled = cutlass.max(share, longest_whole) + SPLIT_WORTH + alone * left
+    return allowed * filled + (1 - allowed) * longest
+
+
+def worth_sorting(splits, requests, visits, present, longest, total, group_count, most):
+    """Whether balancing may pay.
+
+    Where what is left may be split it does. Else the group with most items has no less than the
+    shortest, whose length follows from the mean and the longest where lengths are spread evenly.
+    Equal items are never sorted in vain.
+
+    Args:
+        splits, visits, longest, total, group_count: as for `most_sum`.
         requests: requests of the batch.
         present: items that find a query tile.
-        visits, longest, total, group_count: as for `most_sum`.
         most: `most_sum`.
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
     hopeful = cutlass.min(cutlass.max(hopeful, visits - 1), most - total)
     shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ITEM_COST)
     least = quotient(present + group_count - 1, group_count) * shortest * group_count
-    hopeful = cutlass.min(hopeful, most - least + 1)
+    hopeful = cutlass.max(cutlass.min(hopeful, most - least + 1), splits * (visits - 1))
     fits = cutlass.min(MOST_ITEMS + 1 - present, MOST_BLOCKS - longest)
-    fits = cutlass.min(cutlass.min(fits, MOST_REQUESTS + 1 - requests), MOST_VISITS - visits)
+    fits = cutlass.min(cutlass.min(fits, MOST_REQUESTS + 1 - requests), NO_VISIT + 1 - visits)
     several = cutlass.min(present - group_count, group_count - 1)
+    # A group takes one item more than there are full turns, or some of those that are left.
+    several = cutlass.min(several, (MOST_TAKEN - group_count) * group_count - present)
     return cutlass.min(cutlass.min(hopeful, fits), several) > 0
 
 
@@ -110,12 +164,46 @@ def item_at(order: cute.Tensor, place: Int32) -> tuple[Int32, Int32]:
     return (item >> VISIT_BITS) & (MOST_REQUESTS - 1), item & (MOST_VISITS - 1)
 
 
+@dataclass(frozen=True)
+class ItemsLeft:
+    """Items of the order as a line, for `split_range`: each like a request of one visit.
+
+    Attributes:
+        words, order: keys and order, see `ORDER_WORDS`.
+        first: place of the first one.
+        requests: how many.
+    """
+
+    words: Any
+    order: Any
+    first: Any
+    requests: Any
+    visits: int = 1
+
+    def lane_items(self, chunk: Int32) -> tuple[Int32, Int32]:
+        """KV blocks of this lane's item in a chunk of 32, and 1; both 0 where there is none."""
+        return left_items(self, chunk)
+
+
+@cute.jit
+def left_items(line: cutlass.Constexpr, chunk: Int32) -> tuple[Int32, Int32]:
+    """See `ItemsLeft`."""
+    index = chunk * 32 + cute.arch.lane_idx()
+    blocks, count = Int32(0), Int32(0)
+    if index < line.requests:
+        request, _ = item_at(line.order, line.first + index)
+        blocks, count = line.words[request] >> (REQUEST_BITS + VISIT_BITS), Int32(1)
+    return blocks, count
+
+
 @cute.jit
 def balance(
     batch: cutlass.Constexpr,
     own: cutlass.Constexpr,
     words: cute.Tensor,
     order: cute.Tensor,
+    taken: cute.Tensor,
+    group_ctas: Int32,
     group: Int32,
     group_count: Int32,
 ):
@@ -125,23 +213,25 @@ def balance(
         batch: the items.
         own: the `WorkRange` of this group.
         words, order: see `ORDER_WORDS`.
+        taken: `MOST_TAKEN` items of 16 bits; then those that this group takes.
+        group_ctas: CTAs of a group.
         group, group_count: this group, and how many there are.
 
     Returns:
-        Whether items are taken in the order of `words`, by numbers of turns; first and last of the
-        range, each with its KV block; step; whether items may be split.
+        The fields of `WorkRange` that change: balanced, begin, begin_block, end, end_block, step,
+        splits.
     """
     thread, _, _ = cute.arch.thread_idx()
-    requests, visits = batch.requests, batch.visits
-    most = MOST_REQUESTS
+    requests, visits, present = batch.requests, batch.visits, own.present
     balanced = Boolean(False)
     begin, begin_block, end, end_block = own.begin, own.begin_block, own.end, own.end_block
     step, splits = own.step, own.splits
     otherwise = Int32(0)
     if splits:
         otherwise = Int32(1)
-    limit = most_sum(otherwise, requests * visits, visits, own.longest, own.total, group_count)
-    if worth_sorting(requests, visits, own.present, own.longest, own.total, group_count, limit):
+    total = own.total
+    limit = most_sum(otherwise, requests * visits, visits, own.longest, total, group_count)
+    if worth_sorting(otherwise, requests, visits, present, own.longest, total, group_count, limit):
         padded = (requests + 3) & -4
         for request in cutlass.range(thread, padded, THREADS, unroll=1):
             key = Int32(0)
@@ -149,8 +239,8 @@ def balance(
                 key = (kv_blocks(batch, request) << REQUEST_BITS) + (MOST_REQUESTS - 1 - request)
                 key = (key << VISIT_BITS) + item_count(request, visits, batch.packed)
             words[request] = key
-        if thread == 0:
-            words[most] = Int32(0)
+        if thread < len(Sums):
+            words[MOST_REQUESTS + thread] = Int32(0)
         cute.arch.sync_threads()
         for request in cutlass.range(thread, requests, THREADS, unroll=1):
             key = words[request]
@@ -163,42 +253,90 @@ def balance(
             for visit in cutlass.range(key & (MOST_VISITS - 1), unroll=1):
                 order[place + visit] = ((request << VISIT_BITS) + visit).to(Int16)
         cute.arch.sync_threads()
+        turns = quotient(present, group_count)  # that all groups have
         if thread < group_count:
-            cost = Int32(0)
+            cost, last = Int32(0), Int32(0)
             place = turn_place(Int32(0), thread, group_count)
             turn = Int32(0)
-            while place < own.present:
+            while place < present:
                 request, _ = item_at(order, place)
-                cost += (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ITEM_COST
+                last = (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ITEM_COST
+                cost += last
                 turn += 1
                 place = turn_place(turn, thread, group_count)
-            cute.arch.atomic_max(words.iterator + most, cost, sem="relaxed", scope="cta")
+            cute.arch.atomic_max(words.iterator + Sums.LONGEST, cost, sem="relaxed", scope="cta")
+            if turn > turns:
+                cost -= last
+            whole = words.iterator + Sums.LONGEST_WHOLE
+            cute.arch.atomic_max(whole, cost, sem="relaxed", scope="cta")
+            lacks = cutlass.max(quotient(total + group_count - 1, group_count) - cost, 0)
+            if thread < group:
+                before = words.iterator + Sums.BEFORE
+                cute.arch.atomic_add(before, lacks, sem="relaxed", scope="cta")
+            if thread == group:
+                words[Sums.OWN] = lacks
         cute.arch.sync_threads()
-        balanced = words[most] * group_count <= limit
+        longest = words[Sums.LONGEST]
+        filled = filled_sum(
+            otherwise, visits, group_ctas, longest, words[Sums.LONGEST_WHOLE], total, group_count
+        )
+        balanced = cutlass.min(longest, filled) * group_count <= limit
         if balanced:
-            begin, begin_block, end_block, step = Int32(0), Int32(0), Int32(0), Int32(1)
-            splits = Boolean(False)
-            end = quotient(own.present, group_count)
-            if turn_place(end, group, group_count) < own.present:  # not all have a last turn
-                end += 1
+            begin, begin_block, end, end_block = Int32(0), Int32(0), Int32(-1), Int32(0)
+            step, pieces = Int32(1), Int32(0)
+            first_left = turns * group_count
+            splits = filled < longest
+            if not splits and turn_place(turns, group, group_count) < present:
+                turns += 1  # not all have it
+            if splits:
+                line = ItemsLeft(words, order, first_left, present - first_left)
+                blocks, count = line.lane_items(Int32(0))
+                left, begin_block, left_end, end_block = split_range(
+                    line, (line.requests + 31) >> 5, blocks, count, words[Sums.BEFORE],
+                    words[Sums.BEFORE] + words[Sums.OWN], split_step(1, visits),
+                )  # fmt: skip
+                first_left += left
+                pieces = left_end - left
+                if end_block > 0:
+                    end = pieces
+                    pieces += 1
+            for i in cutlass.range(thread, pieces + turns, THREADS, unroll=1):
+                place = first_left + i
+                if i >= pieces:
+                    place = turn_place(i - pieces, group, group_count)
+                taken[i] = order[place]
+            if thread == 0:
+                taken[pieces + turns] = Int16(-1)
+    # Numbers that the assembler does not know to be uniform put the loops' counters into registers
+    # of every thread: 2 % more time.
+    begin, begin_block, end, end_block, step = (
+        cute.arch.make_warp_uniform(number) for number in (begin, begin_block, end, end_block, step)
+    )
     return balanced, begin, begin_block, end, end_block, step, splits
 
 
 def balanced(
-    batch: Batch, own: WorkRange, words: cute.Pointer, group: Int32, group_count: Int32
+    batch: Batch,
+    own: WorkRange,
+    words: cute.Pointer,
+    taken: cute.Pointer,
+    group_ctas: Int32,
+    group: Int32,
+    group_count: Int32,
 ) -> tuple[WorkRange, cute.Tensor]:
-    """The range of a group, of turns where whole items in order are shorter, and the order.
+    """The range of a group, of the items that it takes where these are balanced, and the items.
 
     The arguments are those of `balance`.
     """
-    keys = cute.make_tensor(words, cute.make_layout(MOST_REQUESTS + 1))
-    items = cute.recast_ptr(words + (MOST_REQUESTS + 1), dtype=Int16)
+    keys = cute.make_tensor(words, cute.make_layout(KEY_WORDS))
+    items = cute.recast_ptr(words + KEY_WORDS, dtype=Int16)
     order = cute.make_tensor(items, cute.make_layout(MOST_ITEMS))
+    own_items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
     chosen, begin, begin_block, end, end_block, step, splits = balance(
-        batch, own, keys, order, group, group_count
+        batch, own, keys, order, own_items, group_ctas, group, group_count
     )
-    taken = dataclasses.replace(
+    changed = dataclasses.replace(
         own, begin=begin, begin_block=begin_block, end=end, end_block=end_block, step=step,
         splits=splits, balanced=chosen,
     )  # fmt: skip
-    return taken, order
+    return changed, own_items

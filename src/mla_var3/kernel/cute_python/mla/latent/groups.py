@@ -6,6 +6,7 @@ host.
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent.balance import (
     MOST_ITEMS,
     MOST_REQUESTS,
+    filled_sum,
     most_sum,
     turn_place,
     worth_sorting,
@@ -220,10 +222,15 @@ def range_begins(
         if at == len(items):
             begins.append((behind, 0))
             continue
-        local, (item, count) = position - starts[at], items[at]
-        block = split_block(local, item_cost, step)
-        begins.append((item + 1, 0) if block >= count and local > 0 else (item, block))
+        more, block = _split_at(position - starts[at], items[at][1], item_cost, step)
+        begins.append((items[at][0] + more, block))
     return begins
+
+
+def _split_at(local: int, blocks: int, item_cost: int, step: int) -> tuple[int, int]:
+    """Where an item is split at a distance from its start: 0 and a KV block, or 1 and 0: behind."""
+    block = split_block(local, item_cost, step)
+    return (1, 0) if block >= blocks and local > 0 else (0, block)
 
 
 def _items(
@@ -250,34 +257,76 @@ def in_halves(
 
 def balanced_items(
     lengths: Sequence[int], shape: GroupShape, counts: Sequence[int] | None = None
-) -> list[list[int]] | None:
-    """The whole items of each group, as `balance` decides; None where it does not.
+) -> list[list[tuple[int, int, int]]] | None:
+    """The items of each group, as `balance` decides; None where it does not.
 
-    The arguments are those of `range_begins`.
+    Each with its first KV block and the one behind the last. The arguments are those of
+    `range_begins`.
     """
     if len(lengths) > MOST_REQUESTS:
         return None
     items = _items(lengths, shape, counts)
     groups, longest = shape.group_count, max((n for _, n in items), default=0)
     total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
-    splits = groups > 1 and not takes_turns(longest, behind, groups, total)
-    most = most_sum(int(splits), behind, shape.visits, longest, total, groups)
-    if not worth_sorting(len(lengths), shape.visits, len(items), longest, total, groups, most):
+    splits = int(groups > 1 and not takes_turns(longest, behind, groups, total))
+    most = most_sum(splits, behind, shape.visits, longest, total, groups)
+    sizes = (splits, len(lengths), shape.visits, len(items), longest, total, groups, most)
+    if not worth_sorting(*sizes):
         return None
     order = sorted(items, key=lambda item: -item[1])
-    turns = range(-(-len(items) // groups))
-    places = [[turn_place(turn, group, groups) for turn in turns] for group in range(groups)]
+    turns = len(order) // groups
+    places = [
+        [turn_place(turn, group, groups) for turn in range(turns + 1)] for group in range(groups)
+    ]
     taken = [[order[place] for place in own if place < len(order)] for own in places]
-    longest_sum = max(sum(n + ITEM_COST for _, n in own) for own in taken)
-    if longest_sum * groups > most:
+    sums = [[n + ITEM_COST for _, n in own] for own in taken]
+    whole = [sum(own[:turns]) for own in sums]
+    longest_sum = max(map(sum, sums))
+    filled = filled_sum(
+        splits, shape.visits, shape.group_ctas, longest_sum, max(whole), total, groups
+    )
+    if min(longest_sum, filled) * groups > most:
         return None
-    return [[item for item, _ in own] for own in taken]
+    found = [[(item, 0, n) for item, n in own] for own in taken]
+    if filled >= longest_sum:
+        return found
+    left = order[turns * groups :]
+    starts = list(itertools.accumulate((n + ITEM_COST for _, n in left), initial=0))
+    lacks = (max(-(-total // groups) - own, 0) for own in whole)
+    begins = []
+    for position in itertools.accumulate(lacks, initial=0):
+        at, block = min(bisect.bisect_right(starts, position) - 1, len(left)), 0
+        if at < len(left):
+            step = split_step(1, shape.visits)
+            more, block = _split_at(position - starts[at], left[at][1], ITEM_COST, step)
+            at += more
+        begins.append((at, block))
+    return [
+        _pieces(left, *borders) + own[:turns]
+        for own, borders in zip(found, itertools.pairwise(begins), strict=True)
+    ]
+
+
+def _pieces(
+    items: Sequence[tuple[int, int]], begin: tuple[int, int], end: tuple[int, int]
+) -> list[tuple[int, int, int]]:
+    """Items between two places on a line, each with its first KV block and that behind the last."""
+    pieces = []
+    for at in range(begin[0], min(end[0] + 1, len(items))):
+        item, blocks = items[at]
+        first, last = begin[1] if at == begin[0] else 0, end[1] if at == end[0] else blocks
+        pieces += [(item, first, last)] if at < end[0] or end[1] > 0 else []
+    return pieces
 
 
 def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
     """Partials that a launch writes to memory, per CTA of a group."""
-    if in_halves(lengths, shape) or balanced_items(lengths, shape):
+    if in_halves(lengths, shape):
         return 0
+    balanced = balanced_items(lengths, shape)
+    if balanced:
+        pieces = Counter(item for own in balanced for item, _, _ in own)
+        return sum(count for count in pieces.values() if count > 1)
     begins = range_begins(lengths, shape)
     items = len(lengths) * shape.visits
     inside = [begin for begin in dict.fromkeys(begins) if begin[1] > 0 and begin[0] < items]

@@ -34,7 +34,7 @@ from typing import Any
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
@@ -52,6 +52,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent.balance import MOST_TAKEN
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
@@ -193,6 +194,7 @@ class FlashMLASm90(ClusterHost):
         class Shared:
             barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
             merge: cute.struct.MemRange[Int32, TABLE_WORDS]
+            taken: cute.struct.MemRange[Int16, MOST_TAKEN]
             row_max: cute.struct.MemRange[Float32, ROWS]
             scale_even: cute.struct.MemRange[Float32, ROWS]
             scale_odd: cute.struct.MemRange[Float32, ROWS]
@@ -337,7 +339,7 @@ class FlashMLASm90(ClusterHost):
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
             whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
-            None if self.clusters else store.merge.data_ptr(),
+            *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
         if const_expr(self.overlap == "first"):

@@ -10,10 +10,10 @@
         how many CTAs have read all states
     -> rows of o_latent [rows, k] and lse [rows] (natural logarithm) of the split work tiles
 
-Every CTA owns two slots: an even one for the first item of its range, an odd one for the last. It
-records at its start what they will hold. The partials of a work tile are in order: its first in
-either slot of some CTA, the others in the even slots of the CTAs of the same rank in the groups
-that follow.
+Every CTA owns two slots: an even one for the item in which its range begins, an odd one for the
+last. It records at its start what they will hold. The partials of a work tile are in order: its
+first in either slot of some CTA, the others in the even slots of the CTAs of the same rank in the
+groups that follow.
 
 A CTA that has written its partials, or has none, waits for those of the others, then all of them
 share the rows to merge. Meanwhile a warp that computes nothing, the *watcher*, has seen all CTAs

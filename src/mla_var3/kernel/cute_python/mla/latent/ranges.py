@@ -260,6 +260,10 @@ class Batch:
     window: SlidingWindow | None = None
     packed: PackedQueries | None = None
 
+    def lane_items(self, chunk: Int32) -> tuple[Int32, Int32]:
+        """See `lane_items`."""
+        return lane_items(self, chunk)
+
 
 @cute.jit
 def item_count(request: Int32, visits: Int32, packed: cutlass.Constexpr) -> Int32:
@@ -302,7 +306,8 @@ class WorkRange:
         halves: whether two neighbouring groups share every item.
         splits: whether the launch may split items.
         present, longest: items that find a query tile, and most KV blocks of any.
-        balanced: whether numbers of items are turns, see `balance.py`.
+        balanced: whether items are those that `balance.py` lists, by number. The list has its own
+            end; `end` is the item that ends inside, or -1.
     """
 
     begin: Any
@@ -345,14 +350,14 @@ def work_range(
     """
     chunks = (batch.requests + 31) >> 5
     items = batch.requests * batch.visits
-    blocks, count = lane_items(batch, Int32(0))
+    blocks, count = batch.lane_items(Int32(0))
     present = count  # items that find a query tile
     total = (blocks + ITEM_COST) * count
     longest = blocks
     for first in cutlass.range(1, chunks, CHUNKS_AT_ONCE, unroll=1):
         # Unrolled, so that the reads of a large batch wait for memory together.
         for i in cutlass.range_constexpr(CHUNKS_AT_ONCE):
-            more_blocks, more = lane_items(batch, first + i)
+            more_blocks, more = batch.lane_items(first + i)
             present += more
             total += (more_blocks + ITEM_COST) * more
             longest = cutlass.max(longest, more_blocks)
@@ -469,7 +474,7 @@ def aligned_span(
         inverses[i] = cute.arch.rcp_approx((shortest + i * step).to(Float32))
     for chunk in cutlass.range(chunks, unroll=1):
         if chunks > 1:
-            blocks, count = lane_items(batch, chunk)
+            blocks, count = batch.lane_items(chunk)
         for i in cutlass.range_constexpr(SPANS):
             groups[i] += ranges_of(blocks, inverses[i]) * count
     span, inverse, needed = Int32(0), Float32(0.0), group_count
@@ -521,7 +526,7 @@ def aligned_range(
     before, begin, place = Int32(0), Int32(-1), Int32(0)
     for chunk in cutlass.range(chunks, unroll=1):
         if chunks > 1:
-            blocks, count = lane_items(batch, chunk)
+            blocks, count = batch.lane_items(chunk)
         ranges = ranges_of(blocks, inverse)
         behind = before + inclusive_sum(ranges * count)
         local = group - (behind - ranges * count)
@@ -563,7 +568,8 @@ def split_range(
     """The range from `begin_at` to `end_at` on the line: begin and end as (item, KV block).
 
     Args:
-        batch, chunks, blocks, count: as for `aligned_span`.
+        batch: the items; or those left of balanced ones.
+        chunks, blocks, count: as for `aligned_span`.
         begin_at, end_at: places on the line.
         block_step: see `split_block`.
     """
@@ -574,7 +580,7 @@ def split_range(
     end_block = Int32(0)
     for chunk in cutlass.range(chunks, unroll=1):
         if chunks > 1:
-            blocks, count = lane_items(batch, chunk)
+            blocks, count = batch.lane_items(chunk)
         request = chunk * 32 + cute.arch.lane_idx()
         behind = before + inclusive_sum((blocks + ITEM_COST) * count)
         start = behind - (blocks + ITEM_COST) * count

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK_BITS, ROWS
-from mla_var3.kernel.cute_python.mla.latent.balance import balanced, item_at, turn_place
+from mla_var3.kernel.cute_python.mla.latent.balance import NO_VISIT, balanced, item_at
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit, window_begin
 from mla_var3.kernel.cute_python.mla.latent.ops import blocks_of, divided, quotient
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
@@ -96,8 +96,7 @@ class Scheduler:
         group: number of the CTA group.
         rank: the CTA's place in its group.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
-        group_count: number of CTA groups.
-        order: the items in shared memory where they may be balanced, see `balance.py`; else None.
+        taken: the group's items in shared memory where they may be balanced, see `balance.py`.
     """
 
     range: WorkRange
@@ -119,8 +118,7 @@ class Scheduler:
     group: Any
     rank: Any
     clusters: bool = False
-    group_count: Any = None
-    order: Any = None
+    taken: Any = None
 
     @property
     def cluster_rank(self) -> Any:
@@ -149,6 +147,7 @@ class Scheduler:
         rank: Any,
         clusters: bool = False,
         words: Any = None,
+        taken: Any = None,
     ) -> "Scheduler":
         """The scheduler of a CTA, with the range of its group.
 
@@ -159,7 +158,8 @@ class Scheduler:
                 contract.
             group, rank: this CTA's.
             clusters: see the class.
-            words: shared memory for the order of balanced items; None where there are none.
+            words, taken: shared memory for sorting items and for those that the group takes; None
+                where they are never balanced.
         """
         lengths, total_lengths, begins = index.lengths, index.total_lengths, index.query_begins
         window, packed = None, None
@@ -169,13 +169,12 @@ class Scheduler:
             packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         batch = Batch(lengths, requests, visits, newest, max_tokens, window, packed)
         own = work_range(batch, whole_items, group_ctas, group, group_count, clusters)
-        order = None
         if words is not None:
-            own, order = balanced(batch, own, words, group, group_count)
+            own, taken = balanced(batch, own, words, taken, group_ctas, group, group_count)
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
             max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
-            clusters, group_count, order,
+            clusters, taken,
         )  # fmt: skip
 
     def first_tile(self) -> WorkTile:
@@ -203,15 +202,16 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
     last = Int32(0)
     split = Int32(0)
     while searching:
-        if item > own.end or (item == own.end and own.end_block == 0):
+        over = item > own.end or (item == own.end and own.end_block == 0)
+        request = divided(item, scheduler.visits)
+        visit = item - request * scheduler.visits
+        if const_expr(scheduler.taken is not None):
+            if own.balanced:
+                request, visit = item_at(scheduler.taken, item)
+                over = visit == NO_VISIT
+        if over:
             searching = Boolean(False)
         else:
-            request = divided(item, scheduler.visits)
-            visit = item - request * scheduler.visits
-            if const_expr(scheduler.order is not None):
-                if own.balanced:
-                    place = turn_place(item, scheduler.group, scheduler.group_count)
-                    request, visit = item_at(scheduler.order, place)
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
@@ -259,7 +259,7 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 last = cutlass.max(last, first)
             else:  # later visits find no tile either: on to the next request
                 rest = (request + 1) * scheduler.visits - item
-                if const_expr(scheduler.order is not None):
+                if const_expr(scheduler.taken is not None):
                     if own.balanced:
                         rest = Int32(1)
                 item += quotient(rest + own.step - 1, own.step) * own.step

@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
@@ -32,6 +32,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent.balance import MOST_TAKEN
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
@@ -166,6 +167,7 @@ class LatentFp8Sm90(ClusterHost):
         class Shared:
             barriers: cute.struct.MemRange[Int64, MBARRIERS]
             merge: cute.struct.MemRange[Int32, TABLE_WORDS]
+            taken: cute.struct.MemRange[Int16, MOST_TAKEN]
             risen: cute.struct.MemRange[Int32, 2]
             q_scale: cute.struct.MemRange[Float32, ROWS]
             row_max: cute.struct.MemRange[Float32, ROWS]
@@ -317,7 +319,7 @@ class LatentFp8Sm90(ClusterHost):
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
             whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
-            None if self.clusters else store.merge.data_ptr(),
+            *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
