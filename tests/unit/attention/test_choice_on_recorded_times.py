@@ -56,8 +56,9 @@ def test_the_record_can_tell_a_bad_choice(repo_root):
 PREFIX_RECORD = Path("docs/results/2026-11-16-nvidia-h200-prefix.json")
 SAME_TIME_RECORD = Path("docs/results/2026-11-16-nvidia-h200-prefix-same-time.json")
 """Of the latent way after its short passes run at the same time."""
-PREFIX_ERROR = 0.16
-"""Worst relative error of a predicted kernel time; flash_mla with 64 heads is worst, 1.15."""
+PREFIX_ERROR = 0.18
+"""Worst relative error of a predicted kernel time; flash_mla_prefix with 12 heads is worst, 0.83:
+the latent kernel's rates are younger than the record."""
 
 
 def test_ways_to_share_a_prefix(repo_root):

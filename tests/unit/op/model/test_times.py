@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.conf.kernel_rates import kernel_rates
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.model.designs import design_estimates, estimate
 from mla_var3.op.mla.model.mix import MixModel
@@ -60,8 +61,9 @@ def found(kernel: str, work: Workload, language: str = "cute-dsl", spec: Any = H
 RECORDS = [
     row
     for row in recorded("absorbed", "suite-mix", "suite-all")
-    # The 8-bit kernel at s=43 was recorded 12 % slower than at s=64.
-    if (row[0], row[2].problem.s) != ("mla_var6_plus_v5", 43)
+    # The 8-bit kernel at s=43 was recorded 12 % slower than at s=64. The latent kernel has become
+    # faster at small launches since, see the test below.
+    if (row[0], row[2].problem.s) != ("mla_var6_plus_v5", 43) and row[0] != "flash_mla"
 ]
 
 
@@ -75,6 +77,22 @@ def test_kernel_times_are_as_recorded(kernel, language, work, time_us):
     assert expected.fitted and expected.steady_kernel_us is not None
     low, high = expected.kernel_us, max(expected.kernel_us, expected.steady_kernel_us)
     assert (1 - BOUND) * low <= time_us <= (1 + BOUND) * high
+
+
+def test_latent_times_are_as_in_vllm():
+    errors = []
+    for row in rows("2026-11-18-nvidia-h200-vllm-layers-second-rows.json"):
+        if row["kind"] == "uniform":
+            sizes = {"b": row["batch"], "s": 1 + row["drafts"], "t": row["context"]}
+            time_us = found("flash_mla", Workload(MlaProblem(**sizes, h=row["heads"]))).kernel_us
+            errors.append(math.log(time_us / row["graph"]["HYPER_MLA"]["us"]))
+    assert len(errors) == 144
+    assert abs(sum(errors) / 144) < 0.01 and max(map(abs, errors)) < 0.22
+    rates = kernel_rates(H200.name, "flash_mla", "cute-dsl")
+    assert rates is not None
+    assert math.sqrt(sum(error**2 for error in errors) / 144) == pytest.approx(
+        rates.error, abs=0.005
+    )
 
 
 def test_the_headline_shapes_are_close_to_their_record():
