@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.conf.kernel_rates import kernel_rates
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.op.mla.cache_formats import cache_format
 from mla_var3.op.mla.model.designs import design_estimates, estimate
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import mix_parameters
@@ -93,6 +95,31 @@ def test_latent_times_are_as_in_vllm():
     assert math.sqrt(sum(error**2 for error in errors) / 144) == pytest.approx(
         rates.error, abs=0.005
     )
+
+
+@pytest.mark.parametrize("fmt", FP8_FORMATS)
+def test_latent_times_over_8_bits_are_as_recorded(fmt):
+    """Graphs of layers; of a shape the kernel that came last."""
+    times: dict[tuple[int, ...], list[float]] = {}
+    for version in ("halves", "halves, sums in pairs", "halves in bfloat16"):
+        if (fmt, version) == ("fp8", "halves, sums in pairs"):
+            continue  # not kept
+        found_now: dict[tuple[int, ...], list[float]] = {}
+        for row in rows("2026-11-18-nvidia-h200-fp8-cluster-rows.json"):
+            if (row["version"], row.get("format"), row.get("lengths")) == (version, fmt, "equal"):
+                sizes = tuple(row[name] for name in ("batch", "queries", "tokens", "heads"))
+                found_now.setdefault(sizes, []).append(row["us"])
+        times |= found_now
+    token_bytes = cache_format(fmt).row_bytes(HEADLINE.k, HEADLINE.p)
+    errors = []
+    for (b, s, t, h), measured in times.items():
+        work = Workload(MlaProblem(b=b, s=s, t=t, h=h), cache_dtype=fmt, token_bytes=token_bytes)
+        errors.append(math.log(found("flash_mla", work).kernel_us / statistics.median(measured)))
+    rates = kernel_rates(H200.name, "flash_mla", "cute-dsl", fmt)
+    assert rates is not None and len(errors) >= 8
+    rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    assert rms == pytest.approx(rates.error, abs=0.005)
+    assert max(map(abs, errors)) < 0.22
 
 
 def test_the_headline_shapes_are_close_to_their_record():
