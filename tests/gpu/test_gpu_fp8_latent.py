@@ -51,7 +51,7 @@ def filled(
     """A cache of normal tokens, NaN in every slot without one."""
     scale = {"scale": 0.01} if fmt == "fp8" else {}
     cache = LatentCache.allocate(
-        len(lengths), max(T, *lengths, 0), dtype=fmt, device=DEVICE, page_size=page_size, **scale
+        len(lengths), max(T, *lengths), dtype=fmt, device=DEVICE, page_size=page_size, **scale
     )
     cache.buffer.fill_(0xFF)
     rows = normal(generator, len(lengths), max(lengths), K + P, dtype=torch.bfloat16).to(DEVICE)

@@ -60,12 +60,14 @@ def found(kernel: str, work: Workload, language: str = "cute-dsl", spec: Any = H
     return result
 
 
+SHORT_US = 55
 RECORDS = [
     row
     for row in recorded("absorbed", "suite-mix", "suite-all")
-    # The 8-bit kernel at s=43 was recorded 12 % slower than at s=64. The latent kernel has become
-    # faster at small launches since, see the test below.
-    if (row[0], row[2].problem.s) != ("mla_var6_plus_v5", 43) and row[0] != "flash_mla"
+    # The 8-bit kernel at s=43 was recorded 12 % slower than at s=64. Short launches of the latent
+    # kernel have become faster since, see the test below.
+    if (row[0], row[2].problem.s) != ("mla_var6_plus_v5", 43)
+    and not (row[:2] == ("flash_mla", "cute-dsl") and row[3] < SHORT_US)
 ]
 
 
@@ -81,6 +83,15 @@ def test_kernel_times_are_as_recorded(kernel, language, work, time_us):
     assert (1 - BOUND) * low <= time_us <= (1 + BOUND) * high
 
 
+def require_fit(errors, fmt=None):
+    """Logarithms of predicted over measured times are as small as the rates say."""
+    rates = kernel_rates(H200.name, "flash_mla", "cute-dsl", fmt)
+    assert rates is not None
+    rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    assert rms == pytest.approx(rates.error, abs=0.005)
+    assert max(map(abs, errors)) < 0.22
+
+
 def test_latent_times_are_as_in_vllm():
     errors = []
     for row in rows("2026-11-18-nvidia-h200-vllm-layers-second-rows.json"):
@@ -89,12 +100,8 @@ def test_latent_times_are_as_in_vllm():
             time_us = found("flash_mla", Workload(MlaProblem(**sizes, h=row["heads"]))).kernel_us
             errors.append(math.log(time_us / row["graph"]["HYPER_MLA"]["us"]))
     assert len(errors) == 144
-    assert abs(sum(errors) / 144) < 0.01 and max(map(abs, errors)) < 0.22
-    rates = kernel_rates(H200.name, "flash_mla", "cute-dsl")
-    assert rates is not None
-    assert math.sqrt(sum(error**2 for error in errors) / 144) == pytest.approx(
-        rates.error, abs=0.005
-    )
+    assert abs(sum(errors) / 144) < 0.01
+    require_fit(errors)
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS)
@@ -115,11 +122,8 @@ def test_latent_times_over_8_bits_are_as_recorded(fmt):
     for (b, s, t, h), measured in times.items():
         work = Workload(MlaProblem(b=b, s=s, t=t, h=h), cache_dtype=fmt, token_bytes=token_bytes)
         errors.append(math.log(found("flash_mla", work).kernel_us / statistics.median(measured)))
-    rates = kernel_rates(H200.name, "flash_mla", "cute-dsl", fmt)
-    assert rates is not None and len(errors) >= 8
-    rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
-    assert rms == pytest.approx(rates.error, abs=0.005)
-    assert max(map(abs, errors)) < 0.22
+    assert len(errors) >= 8
+    require_fit(errors, fmt)
 
 
 def test_the_headline_shapes_are_close_to_their_record():

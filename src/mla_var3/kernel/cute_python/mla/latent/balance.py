@@ -7,10 +7,10 @@ second turn in reverse. Query tiles of one request are neighbours in this order,
 walk its KV blocks at the same time and share them in L2.
 
 Every CTA sorts the items when it starts, in shared memory, and knows from the longest sum of any
-group whether this is shorter than equal ranges and a merge. Where it is not, but requests have
-several visits, the groups take whole items for as many turns as all of them have. The shortest
-items, which are left, form a line, and every group begins with a range of it that makes up for what
-its sum lacks.
+group whether this is shorter than equal ranges and a merge. Where requests have several visits, and
+that is shorter still, the groups take whole items only for as many turns as all of them have. The
+shortest items, which are left, form a line, and every group begins with a range of it that makes up
+for what its sum lacks.
 """
 
 import dataclasses

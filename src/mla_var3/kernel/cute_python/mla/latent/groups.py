@@ -218,19 +218,28 @@ def range_begins(
     line, begins = span * groups or total, []
     for group in range(groups + 1):
         position = range_position(line, group, groups)
-        at = bisect.bisect_right(starts, position) - 1
-        if at == len(items):
-            begins.append((behind, 0))
-            continue
-        more, block = _split_at(position - starts[at], items[at][1], item_cost, step)
-        begins.append((items[at][0] + more, block))
+        at, more, block = _split_at(position, starts, items, item_cost, step)
+        begins.append((behind, 0) if at == len(items) else (items[at][0] + more, block))
     return begins
 
 
-def _split_at(local: int, blocks: int, item_cost: int, step: int) -> tuple[int, int]:
-    """Where an item is split at a distance from its start: 0 and a KV block, or 1 and 0: behind."""
+def _split_at(
+    position: int,
+    starts: Sequence[int],
+    items: Sequence[tuple[int, int]],
+    item_cost: int,
+    step: int,
+) -> tuple[int, int, int]:
+    """Where a line of items is split: the place of an item among them, and 0 and its KV block.
+
+    Or 1 and 0: behind that item. The number of items, 0 and 0: behind the last one.
+    """
+    at = bisect.bisect_right(starts, position) - 1
+    if at == len(items):
+        return at, 0, 0
+    local, blocks = position - starts[at], items[at][1]
     block = split_block(local, item_cost, step)
-    return (1, 0) if block >= blocks and local > 0 else (0, block)
+    return (at, 1, 0) if block >= blocks and local > 0 else (at, 0, block)
 
 
 def _items(
@@ -293,14 +302,10 @@ def balanced_items(
     left = order[turns * groups :]
     starts = list(itertools.accumulate((n + ITEM_COST for _, n in left), initial=0))
     lacks = (max(-(-total // groups) - own, 0) for own in whole)
-    begins = []
+    begins, step = [], split_step(1, shape.visits)
     for position in itertools.accumulate(lacks, initial=0):
-        at, block = min(bisect.bisect_right(starts, position) - 1, len(left)), 0
-        if at < len(left):
-            step = split_step(1, shape.visits)
-            more, block = _split_at(position - starts[at], left[at][1], ITEM_COST, step)
-            at += more
-        begins.append((at, block))
+        at, more, block = _split_at(position, starts, left, ITEM_COST, step)
+        begins.append((at + more, block))
     return [
         _pieces(left, *borders) + own[:turns]
         for own, borders in zip(found, itertools.pairwise(begins), strict=True)
@@ -312,10 +317,10 @@ def _pieces(
 ) -> list[tuple[int, int, int]]:
     """Items between two places on a line, each with its first KV block and that behind the last."""
     pieces = []
-    for at in range(begin[0], min(end[0] + 1, len(items))):
+    for at in range(begin[0], end[0] + (end[1] > 0)):
         item, blocks = items[at]
         first, last = begin[1] if at == begin[0] else 0, end[1] if at == end[0] else blocks
-        pieces += [(item, first, last)] if at < end[0] or end[1] > 0 else []
+        pieces.append((item, first, last))
     return pieces
 
 
