@@ -488,7 +488,7 @@ def test_sums_over_a_long_flat_context(fmt: str, generator: torch.Generator) -> 
     """Equal weights over 131072 tokens whose mean is not zero: what the sums alone cost.
 
     All SMs share them, so that about 1000 are added with 13 bits. On an H200 1.2 to 1.5 % were lost
-    by such numbers of tokens, and 7 % by the 4096 after which an output moves to float32.
+    by such numbers of tokens before means were subtracted, 0.2 % since.
     """
     t, h = 131072, 64
     rows = (1.0 + normal(generator, t, K + P, dtype=torch.float32) * 0.5).bfloat16().to(DEVICE)
@@ -499,8 +499,41 @@ def test_sums_over_a_long_flat_context(fmt: str, generator: torch.Generator) -> 
     zeros = tuple(torch.zeros((1, 1, h, w), dtype=torch.bfloat16, device=DEVICE) for w in (K, P))
     output, lse = mla_latent_attention(*zeros, view, kernel=KERNEL)
     mean = tokens_of(view, 0, t)[:, :K].mean(0)
-    assert (output[0, 0].double() - mean).norm() <= 0.02 * mean.norm() * h**0.5
+    assert (output[0, 0].double() - mean).norm() <= 0.005 * mean.norm() * h**0.5
     assert ((lse.exp() / t - 1.0).abs() <= LSE_LIMIT).all()
+
+
+@FORMAT
+@pytest.mark.parametrize("first, last", [(0, K), (0, K // 2), (K // 2 + 60, K), (130, 140), (0, 0)])
+@pytest.mark.parametrize("h, t", [(16, 4096), (64, 4096), (64, 20001)])
+def test_sums_of_columns_with_a_mean(
+    fmt: str, first: int, last: int, h: int, t: int, generator: torch.Generator
+) -> None:
+    """Rather flat attention over values of one sign in some columns, in one warpgroup's or both.
+
+    Without subtracted means 7 % of these columns were lost. Others are near zero: their error is
+    one of the weights, relative to single values over the square root of their number.
+    """
+    b = torch.cuda.get_device_properties(0).multi_processor_count
+    pages = -(-t // 64)
+    rows = normal(generator, pages * 64, K + P, dtype=torch.float32).to(DEVICE) * 0.5
+    rows[:, first:last] += 1.0
+    rows[:, K:] *= 0.1
+    view = paged_view(
+        pool_of(rows.bfloat16(), fmt),
+        torch.arange(pages, dtype=torch.int32, device=DEVICE).repeat(b, 1),
+        torch.full((b,), t, dtype=torch.int32, device=DEVICE), format=fmt,
+    )  # fmt: skip
+    q, q_rope = (0.3 * part for part in queries(generator, b, 1, h))
+    everything = torch.ones((b, t), dtype=torch.bool, device=DEVICE)
+    tokens = tokens_of(view.request(0), 0, t)
+    wanted, wanted_lse = expected(rounded(q, q_rope, fmt)[:, 0], tokens, everything)
+    output, lse = mla_latent_attention(q, q_rope, view, kernel=KERNEL)
+    error = output[:, 0].double() - wanted
+    assert error[..., first:last].norm() <= 0.012 * wanted[..., first:last].norm()
+    error[..., first:last] = 0.0
+    assert (error.norm(dim=-1) <= 0.06 * 0.5 * (K / t) ** 0.5).all()
+    assert ((lse[:, 0] - wanted_lse).abs() <= LSE_LIMIT).all()
 
 
 SEGMENT = 128 * FLUSH_PAIRS
@@ -570,7 +603,8 @@ def test_outputs_that_move_to_memory_several_times(
     for number in range(len(levels)):
         own = slice(16 * number, 16 * (number + 1))
         marks, shares = (part.unflatten(-1, (2, -1))[..., own] for part in (found, wanted))
-        assert ((marks - shares).abs() <= 0.15 * shares + 1e-12).all(), number
+        # A mean that later segments do not have is subtracted from these all the same.
+        assert ((marks - shares).abs() <= 0.15 * shares + 8e-3).all(), number
 
 
 @pytest.mark.parametrize("eight_bit_queries", [False, True])

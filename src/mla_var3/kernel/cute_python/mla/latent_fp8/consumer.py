@@ -43,7 +43,13 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
 from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
+    begin_tile,
+    part_end,
+    remove_means,
+    wait_means,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full, has_means
 from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import finish, flush
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
@@ -75,6 +81,7 @@ def consume(
     barriers: cute.Pointer,
     queries: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
+    means: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     cache_scale: Float32,
     scale_log2e: Float32,
@@ -91,6 +98,7 @@ def consume(
         barriers: mbarriers.
         queries: `Queries`.
         exchange: `Exchange`.
+        means: `Means`.
         outputs: `latent.ops.Outputs`.
         cache_scale: the scale of the whole cache; 1 with scales per token.
         scale_log2e: softmax scale times log2 e.
@@ -114,6 +122,7 @@ def consume(
         mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
         mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
         mmas.pv.make_fragment_B(thr_pv.partition_B(exchange.p)),
+        mmas.pv.make_fragment_B(thr_pv.partition_B(means.weights)),
         acc_s, two_rows(acc_s, KV_BLOCK), acc_o, by_row(acc_o, columns, HALF // 64),
     )  # fmt: skip
     values = values_tensor()
@@ -130,6 +139,7 @@ def consume(
     base = Int32(0)
     while tile.valid:
         load_queries(queries, exchange, tile, thread, per_token)
+        begin_tile(means, t, group)
         acc_o.fill(0.0)
         state.sums.fill(0.0)
         state.top.fill(SCORE_FLOOR)
@@ -141,24 +151,34 @@ def consume(
         cute.arch.mbarrier_wait(full(barriers, stage), (base + group) // STAGES % 2)
         compute_scores(mmas, work, stage)
         warpgroup.wait_group(0)
+        removing = Int32(has_means(tile))
         segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
         for segment in cutlass.range(segments, unroll=1):
-            begin = segment * FLUSH_PAIRS
-            end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
-            if group == 0:
-                if const_expr(not per_token):
-                    publish_even(step, tile, 2 * begin, base, lowest, stored, t)
-                for pair in cutlass.range(begin, end, unroll=1):
-                    take_even(step, tile, 2 * pair, 2 * end, base, lowest, stored, t)
-            else:
-                for pair in cutlass.range(begin, end, unroll=1):
-                    take_odd(step, tile, 2 * pair + 1, base, lowest, stored, t)
+            first_pair = segment * FLUSH_PAIRS
+            last_pair = cutlass.min(first_pair + FLUSH_PAIRS, tile.pairs)
+            begin = first_pair
+            while begin < last_pair:
+                end = part_end(begin, last_pair, removing)
+                if group == 0:
+                    if const_expr(not per_token):
+                        publish_even(step, tile, 2 * begin, base, lowest, stored, t)
+                    for pair in cutlass.range(begin, end, unroll=1):
+                        take_even(step, tile, 2 * pair, 2 * end, base, lowest, stored, t)
+                else:
+                    for pair in cutlass.range(begin, end, unroll=1):
+                        take_odd(step, tile, 2 * pair + 1, base, lowest, stored, t)
+                if end < last_pair:
+                    if begin == 0:
+                        removing = wait_means(means, group)
+                    if removing != 0:
+                        remove_means(step, means, base, end, t, group)
+                begin = end
             if segment < segments - 1:
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
         base += 2 * tile.pairs
         finish(
-            work.o, state, exchange, outputs, tile, segments - 1, cache_scale, t, group, scheduler,
-            columns, queries.dtype, mailbox,
+            work.o, state, exchange, means, removing, outputs, tile, segments - 1, cache_scale, t,
+            group, scheduler, columns, queries.dtype, mailbox,
         )  # fmt: skip
         tile = scheduler.next_tile(tile)
 

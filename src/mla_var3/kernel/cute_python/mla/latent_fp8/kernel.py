@@ -54,15 +54,19 @@ from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import compute_means, weights_layout
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     MBARRIERS,
+    NO_BLOCK_YET,
     STAGES,
     Cache,
     SharedBlocks,
     init_barriers,
+    means_free,
+    means_ready,
     produce,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, Exchange, Mmas, Queries
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, Exchange, Means, Mmas, Queries
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 """Registers per thread after `setmaxnreg`: with 232 the products are serialised."""
@@ -175,6 +179,13 @@ class LatentFp8Sm90(ClusterHost):
             row_sum: cute.struct.MemRange[Float32, groups * ROWS]
             tops: cute.struct.MemRange[Float32, groups * ROWS]
             carried: cute.struct.MemRange[Float32, groups * ROWS]
+            mean_phases: cute.struct.MemRange[Int32, 2]
+            means_found: cute.struct.MemRange[Int32, 2]
+            removed: cute.struct.MemRange[Float32, groups * ROWS]
+            removed_tops: cute.struct.MemRange[Float32, groups * ROWS]
+            mean_scale: cute.struct.MemRange[Float32, 1]
+            first_block: cute.struct.MemRange[Int32, 1]
+            means: cute.struct.Align[cute.struct.MemRange[element, LATENT], 16]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, KV_BLOCK * STAGES], 128]
             q: cute.struct.Align[cute.struct.MemRange[element, ROWS * LATENT], 1024]
             q_rope: cute.struct.Align[cute.struct.MemRange[rope_element, ROWS * ROPE], 1024]
@@ -310,8 +321,13 @@ class LatentFp8Sm90(ClusterHost):
         barriers = store.barriers.data_ptr()
         merge = merge_shared(store.merge.data_ptr(), store.keys.data_ptr())
         risen = store.risen.get_tensor(cute.make_layout(2))
+        phases = store.mean_phases.get_tensor(cute.make_layout(2))
+        first_block = store.first_block.get_tensor(cute.make_layout(1))
         if thread == 0:
             init_barriers(barriers)
+            phases[0] = Int32(0)
+            phases[1] = Int32(0)
+            first_block[0] = Int32(NO_BLOCK_YET)
             reset_merge(merge)
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
@@ -334,6 +350,14 @@ class LatentFp8Sm90(ClusterHost):
         if const_expr(self.per_token):
             scales = store.scales.get_tensor(cute.make_layout((KV_BLOCK, STAGES)))
         blocks = SharedBlocks(tiles(store.keys, key_layout), tiles(store.rope, rope_layout), scales)
+        line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
+        means = Means(
+            store.means.data_ptr(), store.means_found.get_tensor(cute.make_layout(2)),
+            store.mean_scale.get_tensor(cute.make_layout(1)),
+            store.p.get_tensor(weights_layout(self.columns)),
+            store.removed.get_tensor(two), store.removed_tops.get_tensor(two), phases,
+            first_block, means_ready(barriers), means_free(barriers),
+        )  # fmt: skip
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
@@ -344,10 +368,12 @@ class LatentFp8Sm90(ClusterHost):
                     TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global), scale_source,
                     table, pages, page_tokens // KV_BLOCK, self.block_bytes,
                 )  # fmt: skip
-                produce(cache, blocks, barriers, scheduler)
+                produce(cache, blocks, barriers, scheduler, first_block)
             elif warp_index == WATCHER_WARP:
                 if splits:
                     watch_starts(merges, merge, ctas, cta)
+            else:
+                compute_means(means, store.keys.data_ptr(), scales, barriers)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             widths = LatentWidths()
@@ -356,7 +382,6 @@ class LatentFp8Sm90(ClusterHost):
             outputs = Outputs(
                 o_latent, lse, partials, lse_partial, merges, self.empty_positive, widths
             )
-            line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             p_words = cute.make_tensor(
                 cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
                 cute.make_layout(self.columns * KV_BLOCK * STAGES // 4),
@@ -390,7 +415,8 @@ class LatentFp8Sm90(ClusterHost):
                     q_latent, q_rope, q_latent_stride, q_rope_stride, q_latent_token_stride,
                     q_rope_token_stride, heads, self.dtype,
                 ),
-                exchange, outputs, whole_scale, scale_log2e, scheduler, self.columns, mailbox,
+                exchange, means, outputs, whole_scale, scale_log2e, scheduler, self.columns,
+                mailbox,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

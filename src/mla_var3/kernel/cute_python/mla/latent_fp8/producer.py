@@ -13,11 +13,14 @@ from cutlass import Int32, Int64, const_expr
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.latent.producer import kv_policy, place_of
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import MEAN_PAIRS, MEAN_WARPS
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
 its full rate (docs/kernels/flash-attention.md)."""
-MBARRIERS = 2 * STAGES
+NO_BLOCK, NO_BLOCK_YET = -1, -2
+"""Numbers of no KV block: behind the last one, and before a tile has means."""
+MBARRIERS = 2 * STAGES + 2
 
 
 def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
@@ -26,8 +29,18 @@ def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
 
 
 def empty(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
-    """The mbarrier of a stage that all consumer warps have released."""
+    """The mbarrier of a stage that all consumer warps, and those of the means, have released."""
     return barriers + (STAGES + stage)
+
+
+def means_ready(barriers: cute.Pointer) -> cute.Pointer:
+    """The mbarrier of a tile whose means have been computed."""
+    return barriers + 2 * STAGES
+
+
+def means_free(barriers: cute.Pointer) -> cute.Pointer:
+    """The mbarrier of a tile that has ended, so that its means are no longer needed."""
+    return barriers + (2 * STAGES + 1)
 
 
 @cute.jit
@@ -35,7 +48,9 @@ def init_barriers(barriers: cute.Pointer):
     """Set up the mbarriers; one thread calls it."""
     for stage in cutlass.range_constexpr(STAGES):
         cute.arch.mbarrier_init(full(barriers, stage), 1)
-        cute.arch.mbarrier_init(empty(barriers, stage), CONSUMER_WARPS)
+        cute.arch.mbarrier_init(empty(barriers, stage), CONSUMER_WARPS + MEAN_WARPS)
+    cute.arch.mbarrier_init(means_ready(barriers), MEAN_WARPS)
+    cute.arch.mbarrier_init(means_free(barriers), CONSUMER_WARPS)
     cute.arch.mbarrier_init_fence()
 
 
@@ -81,8 +96,18 @@ def produce(
     shared: cutlass.Constexpr,
     barriers: cute.Pointer,
     scheduler: cutlass.Constexpr,
+    first_block: cute.Tensor,
 ):
-    """Load the KV blocks of all work tiles of the CTA; one warp calls it."""
+    """Load the KV blocks of all work tiles of the CTA; one warp calls it.
+
+    Args:
+        cache: `Cache`.
+        shared: `SharedBlocks`.
+        barriers: mbarriers.
+        scheduler: the CTA's work tiles.
+        first_block: [1] first block of the last tile that has means, by its number in the CTA. Its
+            readers have waited for that block, or for one behind the last, which sets `NO_BLOCK`.
+    """
     parts = [
         transfer(cache.latent, shared.keys, (KV_BLOCK, LATENT)),
         transfer(cache.rope, shared.rope, (KV_BLOCK, ROPE)),
@@ -93,11 +118,26 @@ def produce(
     tile = scheduler.first_tile()
     number = Int32(0)
     while tile.valid:
+        if has_means(tile):
+            first_block[0] = number
         for index in cutlass.range(2 * tile.pairs, unroll=1):
             place = place_of(cache, tile.request, tile.first + index, tile.last)
             load_block(cache, parts, barriers, number, place.block, place.page, policy)
             number += 1
         tile = scheduler.next_tile(tile)
+    # One more, which is not loaded, for the warps that do not know how many there are.
+    cute.arch.mbarrier_wait(empty(barriers, number % STAGES), number // STAGES % 2 ^ 1)
+    first_block[0] = Int32(NO_BLOCK)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(full(barriers, number % STAGES))
+
+
+def has_means(tile: Any) -> Any:
+    """Whether a tile is long enough for means to be subtracted.
+
+    512 tokens of one sign lose 0.5 to 0.8 %, and waiting for their means takes up to 1 us.
+    """
+    return tile.pairs > MEAN_PAIRS
 
 
 @cute.jit

@@ -23,6 +23,7 @@ from mla_var3.kernel.cute_python.mla.latent.merge import slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot, writes
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import end_tile, restore
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, WEIGHT_BITS, Exchange
 
 MOST_RISE = 64.0
@@ -159,6 +160,8 @@ def finish(
     o: cute.Tensor,
     state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
+    means: cutlass.Constexpr,
+    removing: Int32,
     outputs: cutlass.Constexpr,
     tile: cutlass.Constexpr,
     flushed: Int32,
@@ -188,8 +191,11 @@ def finish(
             exchange.carried[t, group] = cute.math.exp2(fall, fastmath=True)
         sync_warpgroup(Barrier.WARPGROUP_0 + group)
         read_back(o, exchange, own_words(outputs, tile, t, group, scheduler), t, group, columns)
+    if removing != 0:
+        restore(o, state, means, t, group, columns)
     # Partials are written where other threads had their flushed output: not before all have it.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    end_tile(means, tile, t, group)
     if const_expr(scheduler.clusters):
         if tile.split == Split.HALF:
             merge_halves(o, exchange, mailbox, t, group, scheduler, columns)

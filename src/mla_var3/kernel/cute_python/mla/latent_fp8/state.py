@@ -22,6 +22,17 @@ that saturates. With normal scores of 1.9 bits standard deviation and 4096 token
 blocks have one in 64 rows without it and none with it; errors rise from 2.6 to 2.7 %."""
 FLUSH_PAIRS = 32
 """Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
+MEAN_PAIRS = 4
+"""Pairs of KV blocks between two subtractions of the means (`means.py`), the first after half as
+many. With 8 what is lost doubles, 0.5 and 0.7 % over 131072 tokens instead of 0.2 and 0.5, and the
+time where means are subtracted rises by 2 % less
+(docs/results/2026-11-18-nvidia-h200-fp8-means-rows.json)."""
+MEAN_WARPS = 2
+"""Warps that compute means, each for half of the columns."""
+MEAN_COPIES = 32
+"""How often a weight of the means counts: the K side of an 8-bit wgmma has 32 bytes. e4m3 ends at
+448, so what is subtracted at once ends at 14336, an average weight of 28 over an interval. Weights
+at a maximum that began `FIRST_BITS` too high are 16 to 32."""
 TILE_BYTES = KV_BLOCK * 128
 """Bytes of a column tile of a KV block or query tile: 64 rows of 128 columns."""
 
@@ -81,6 +92,36 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Means:
+    """Shared memory of what `means.py` does.
+
+    Attributes:
+        values: pointer to minus the means of all columns as e4m3, by consumer thread.
+        found: [half of the columns] whether one has a mean that makes subtracting worth while: not
+            0.
+        scale: [1] mean scale of the tokens; 1 with one scale for the whole cache.
+        weights: [columns, 32, stage] e4m3 weights of the means, where the weights of a KV block
+            are otherwise.
+        removed: [64, warpgroup] what was subtracted from a row, in weights of the means.
+        tops: [64, warpgroup] the maxima to which that is relative.
+        phases: [warpgroup] phase of `ready`.
+        first_block: [1] see `produce`.
+        ready, free: mbarriers of means that are there, and of those of a tile that has ended.
+    """
+
+    values: Any
+    found: Any
+    scale: Any
+    weights: Any
+    removed: Any
+    tops: Any
+    phases: Any
+    first_block: Any
+    ready: Any
+    free: Any
+
+
+@dataclass(frozen=True)
 class Mmas:
     """Scores, their rope part and values."""
 
@@ -94,7 +135,7 @@ class Fragments:
     """Operands and accumulators of a thread.
 
     Attributes:
-        q, q_rope, keys, rope, p: in shared memory.
+        q, q_rope, keys, rope, p, mean_weights: in shared memory.
         acc_s: scores, and as [row of this thread, (column of a pair, group of 8 columns)] `s`.
         acc_o: output, and by query row `o`.
     """
@@ -104,6 +145,7 @@ class Fragments:
     keys: Any
     rope: Any
     p: Any
+    mean_weights: Any
     acc_s: Any
     s: Any
     acc_o: Any

@@ -1,0 +1,390 @@
+"""Sums of the 8-bit latent kernel, kept near zero where the values of a column have a mean.
+
+Hopper adds 8-bit products with 13 bits: every product is cut to a multiple of 2**-13 of the sum so
+far. Values of one sign lose 7 % over 4096 tokens that way, those without a mean nothing. So the
+tensor cores subtract the means now and then:
+
+    O^T [256, rows] += M^T [256, 1] W^T [1, rows]
+
+M is minus the mean of a column in e4m3, 0 where it is small. W is what the weights of a row have
+added up to, in e4m3 too. What was subtracted is therefore known exactly, and `restore` adds it to
+the output at the end of a tile, in float32. Subtracting half an interval ahead keeps a sum of equal
+weights between plus and minus half an interval.
+
+The means are those of a tile's first two KV blocks, each for half of the columns of a warpgroup.
+Two warps of the producer's warpgroup, which idle otherwise, compute them while the consumers bring
+the queries. Where no column has a mean, and in short tiles, nothing is subtracted.
+"""
+
+import struct
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
+from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMERS, KV_BLOCK, SCORE_FLOOR
+from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum
+from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.merge import WATCHER_WARP
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
+    NO_BLOCK,
+    STAGES,
+    empty,
+    full,
+    has_means,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    HALF,
+    MEAN_COPIES,
+    MEAN_PAIRS,
+    TILE_BYTES,
+)
+
+MEAN_BYTES = 16
+"""Bytes of a row's weights of the means. The K side of an 8-bit wgmma reads them twice."""
+FIRST_MEAN_WARP = WATCHER_WARP + 1
+LEAST_MEAN, WORTH_MEAN = 0.4, 0.7
+"""From where on a mean is subtracted, as a share of the mean magnitude, and from where on one makes
+subtracting worth while: 0.32 and 0.56 standard deviations of normal values. The mean of 64 values
+without one lies below by 2.6 and 4.5 of its own deviations; a mean that is not there would only
+make sums larger."""
+
+
+def weights_layout(columns: int) -> cute.Layout:
+    """Layout of the weights of the means, [columns, 32, stage], in the slots of the weights.
+
+    It has no swizzle. The second half of the K side is the first one again.
+    """
+    return cute.make_layout(
+        ((8, columns // 8), (MEAN_BYTES, 2), STAGES),
+        stride=((MEAN_BYTES, 8 * MEAN_BYTES), (1, 0), columns * KV_BLOCK),
+    )
+
+
+# --- parts of a segment --------------------------------------------------------------------------
+
+
+@cute.jit
+def part_end(begin: Int32, last: Int32, removing: Int32) -> Int32:
+    """Where a part of a segment ends, in pairs of KV blocks.
+
+    Means are subtracted in the middle between two multiples of `MEAN_PAIRS`: a sum of equal weights
+    is then 0 where the output moves to memory. Where no means are subtracted, the part takes all
+    that is left.
+
+    Args:
+        begin: where it begins: a multiple of `MEAN_PAIRS`, or a middle.
+        last: where the segment ends.
+        removing: whether means are subtracted, as far as is known: not 0.
+    """
+    end = last
+    if removing != 0:
+        end = cutlass.min(begin + (begin % MEAN_PAIRS + MEAN_PAIRS // 2), last)
+    # Else the main loops keep their counters, and with them all descriptors, in vector registers.
+    return cute.arch.make_warp_uniform(end)
+
+
+# --- the warps that compute the means -------------------------------------------------------------
+
+
+@cute.jit
+def compute_means(
+    means: cutlass.Constexpr,
+    keys_bytes: cute.Pointer,
+    scales: cutlass.Constexpr,
+    barriers: cute.Pointer,
+):
+    """Compute the means of all long tiles of the CTA.
+
+    Two warps call it, each for the columns of a warpgroup. They release all blocks, also those that
+    they do not read.
+
+    Args:
+        means: `Means`.
+        keys_bytes: the KV blocks in shared memory.
+        scales: of the tokens in all stages, or None.
+        barriers: mbarriers.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    # A lane has 4 neighbouring columns of each of two column tiles. Other numbers of a lane follow
+    # from this one when needed: registers are few here, and all warps would spill.
+    offset = (thread // 32 - FIRST_MEAN_WARP) * (2 * TILE_BYTES) + thread % 32 * 4
+    number = Int32(0)
+    phase = Int32(1)
+    while wait_block(means, barriers, number) != NO_BLOCK:
+        if number == means.first_block[0]:
+            found = Int32(0)
+            reference = Float32(0.0)
+            for tile in cutlass.range(2, unroll=1):
+                wait_block(means, barriers, number)
+                sums, sizes = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
+                sums.fill(0)
+                sizes.fill(0)
+                at = keys_bytes.toint() + (number % STAGES * 4 + tile) * TILE_BYTES + offset
+                for row in cutlass.range(8, unroll=1):
+                    # 16 bytes are swizzled by the row.
+                    add_columns(sums, sizes, (at + row * 128) ^ (row * 16))
+                lane = hidden(offset, number) % 128 // 4
+                if const_expr(scales is not None):
+                    stage = number % STAGES
+                    reference += scales[lane, stage] + scales[lane + 32, stage]
+                cute.arch.sync_warp()
+                release(empty(barriers, number % STAGES), lane)
+                number += 1
+                if tile == 0:
+                    # Consumers may still use those of the tile before.
+                    cute.arch.mbarrier_wait(means.free, phase)
+                # By consumer thread: its columns of the four M tiles, two of each, in 8 bytes.
+                place = hidden(offset, number)
+                place = place // (2 * TILE_BYTES) * HALF + (
+                    place % 64 // 16 * 64 + place % 16 * 4 + place % 128 // 64 * 2
+                )
+                for i in cutlass.range_constexpr(2):
+                    at = means.values.toint() + (place + tile * 4 + 8 * i)
+                    found |= store_means(sums[i], sizes[i], at)
+            phase ^= 1
+            found = cute.arch.vote_ballot_sync(found != 0)
+            last = hidden(offset, number)
+            if last % 128 == 0:
+                means.found[last // (2 * TILE_BYTES)] = Int32(found)
+            if const_expr(scales is not None):
+                for step in cutlass.range_constexpr(5):
+                    reference += cute.arch.shuffle_sync_bfly(reference, offset=1 << step)
+                means.scale[0] = reference * (1.0 / (2 * KV_BLOCK))
+            else:
+                means.scale[0] = Float32(1.0)
+            cute.arch.sync_warp()
+            release(means.ready, last % 128)
+        else:
+            release(empty(barriers, number % STAGES), hidden(offset, number) % 128)
+            number += 1
+
+
+def hidden(value: Int32, number: Int32) -> Int32:
+    """The same value, as if it depended on `number`: what follows from it is computed here."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 x; mov.b32 x, {$r1}; mov.b32 {$w0}, {$r0}; }",
+        write_only_types=[Int32],
+        read_only_args=[value, number],
+    )
+
+
+def wait_block(means: Any, barriers: cute.Pointer, number: Int32) -> Int32:
+    """Wait for a KV block, by its number in the CTA; `first_block` of then."""
+    cute.arch.mbarrier_wait(full(barriers, number % STAGES), number // STAGES % 2)
+    return means.first_block[0]
+
+
+def add_columns(sums: cute.Tensor, sizes: cute.Tensor, address: Any) -> None:
+    """Add four numbers of eight tokens, and their magnitudes, over the tokens that are read.
+
+    Args:
+        sums, sizes: pairs of float16.
+        address: where the numbers of the first token are. The others lie 8 rows apart.
+    """
+    moves = "".join(f" mov.b32 m{i}, {{$r{1 + i}}}; mov.b32 n{i}, {{$r{3 + i}}};" for i in range(2))
+    steps = "".join(f" ld.shared.b32 v{k}, [{{$r0}} + {k * 1024}];" for k in range(8))
+    for k in range(8):
+        steps += f" mov.b32 {{a, b}}, v{k};"
+        for i in range(2):
+            steps += f" cvt.rn.f16x2.e4m3x2 x, {'ab'[i]}; fma.rn.f16x2 m{i}, x, s, m{i};"
+            steps += f" abs.f16x2 x, x; fma.rn.f16x2 n{i}, x, s, n{i};"
+    results = "".join(f" mov.b32 {{$w{i}}}, m{i}; mov.b32 {{$w{2 + i}}}, n{i};" for i in range(2))
+    found = cute.arch.inline_ptx(
+        "{ .reg .b32 v0, v1, v2, v3, v4, v5, v6, v7, m0, m1, n0, n1, x, s; .reg .b16 a, b;"
+        f" mov.b32 s, {half_twice(1 / KV_BLOCK)};{moves}{steps}{results} }}",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address, *(sums[i] for i in range(2)), *(sizes[i] for i in range(2))],
+    )
+    for i in range(2):
+        sums[i] = found[i]
+        sizes[i] = found[2 + i]
+
+
+def store_means(mean: Int32, size: Int32, address: Any) -> Int32:
+    """Store minus the means of two columns as e4m3, 0 where they are below `LEAST_MEAN`.
+
+    Args:
+        mean: two means.
+        size: their mean magnitudes.
+        address: where they are stored.
+
+    Returns:
+        Whether one is above `WORTH_MEAN`: not 0.
+    """
+    least, worth = (half_twice(share) for share in (LEAST_MEAN, WORTH_MEAN))
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 x, y, s; .reg .b16 a; mov.b32 s, {least};"
+        " abs.f16x2 x, {$r0}; mul.rn.f16x2 y, {$r1}, s; set.ge.f16x2.f16x2 y, x, y;"
+        " neg.f16x2 x, {$r0}; mul.rn.f16x2 x, x, y;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 a, x; st.shared.b16 [{$r2}], a;"
+        f" abs.f16x2 x, {{$r0}}; mov.b32 s, {worth}; mul.rn.f16x2 y, {{$r1}}, s;"
+        " set.ge.f16x2.f16x2 {$w0}, x, y; }",
+        write_only_types=[Int32],
+        read_only_args=[mean, size, address],
+    )
+
+
+def half_twice(number: float) -> str:
+    """A number in float16, twice in a word of PTX."""
+    return "0x" + 2 * struct.pack(">e", number).hex()
+
+
+# --- consumers ------------------------------------------------------------------------------------
+
+
+@cute.jit
+def begin_tile(means: cutlass.Constexpr, t: Int32, group: Int32):
+    """Nothing of a tile has been subtracted yet."""
+    row0 = (t // 32) * 16 + t % 32 // 4
+    if t % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            means.removed[row0 + 8 * r, group] = Float32(0.0)
+            means.tops[row0 + 8 * r, group] = Float32(SCORE_FLOOR)
+
+
+@cute.jit
+def wait_means(means: cutlass.Constexpr, group: Int32) -> Int32:
+    """Wait for the means of the tile. Whether there are some to subtract: not 0."""
+    cute.arch.mbarrier_wait(means.ready, means.phases[group])
+    return cute.arch.make_warp_uniform(means.found[0] | means.found[1])
+
+
+@cute.jit
+def remove_means(
+    step: cutlass.Constexpr,
+    means: cutlass.Constexpr,
+    base: Int32,
+    pairs: Int32,
+    t: Int32,
+    group: Int32,
+):
+    """Subtract the means times what the weights of a row have added up to, and half an interval.
+
+    What they have added up to is taken as twice the lesser sum of both warpgroups, so that a token
+    with most of the weight, as the first one often is, does not count: its values are not the mean.
+    The weights of the means take the slot of the weights of the warpgroup's last block.
+
+    Args:
+        step: `Step`.
+        means: `Means`.
+        base: blocks of the tiles before.
+        pairs: pairs of KV blocks of the tile so far. Their products have been waited for.
+        t: this thread.
+        group: its warpgroup.
+    """
+    work, values, state, row_sums = step.work, step.values, step.state, step.exchange.row_sum
+    slot = cute.arch.make_warp_uniform((base + 2 * pairs - 2 + group) % STAGES)
+    row0 = (t // 32) * 16 + t % 32 // 4
+    for r in cutlass.range_constexpr(2):
+        total = row_sum(state.sums[r])
+        if t % 4 == 0:
+            row_sums[row0 + 8 * r, group] = total
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    ahead = means.scale[0] * (2.0 + cute.arch.rcp_approx(Float32(pairs)) * MEAN_PAIRS)
+    own_words = cute.recast_tensor(means.weights[None, None, slot], Int32)
+    for r in cutlass.range_constexpr(2):
+        row = row0 + 8 * r
+        lesser = cute.arch.fmin(row_sums[row, 0], row_sums[row, 1])
+        fall = means.tops[row, group] - state.top[r]
+        removed = means.removed[row, group] * cute.math.exp2(fall, fastmath=True)
+        word, weight = rounded((lesser * ahead - removed) * (1.0 / MEAN_COPIES))
+        if row < step.columns:
+            own_words[row, t % 4] = word
+        cute.arch.sync_warp()
+        if t % 4 == 0:
+            means.removed[row, group] = removed + weight * MEAN_COPIES
+            means.tops[row, group] = state.top[r]
+    cute.arch.fence_view_async_shared()
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    words = cute.recast_tensor(values, Int32)
+    own = means_of(means, t, group)
+    for m in cutlass.range_constexpr(HALF // 64):
+        for r in cutlass.range_constexpr(2):
+            selector = 0x1111 * (m % 2 * 2 + r)
+            mean = Int32(cute.arch.prmt(own[m // 2], Int32(0), Int32(selector)))
+            for half in cutlass.range_constexpr(2):
+                words[(0, r, half), m, 0] = mean
+    warpgroup.fence()
+    atom = cute.make_mma_atom(step.mmas.pv.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    cute.gemm(
+        atom, work.acc_o, values[(None, None, 0)], work.mean_weights[(None, None, 0, slot)],
+        work.acc_o,
+    )  # fmt: skip
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+def rounded(number: Float32) -> Any:
+    """A number as e4m3, four times in 32 bits, and as a float again."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 x, y; .reg .b32 h; cvt.rn.satfinite.e4m3x2.f32 x, {$r0}, {$r0};"
+        " mov.b32 {$w0}, {x, x}; cvt.rn.f16x2.e4m3x2 h, x; mov.b32 {x, y}, h;"
+        " cvt.f32.f16 {$w1}, x; }",
+        write_only_types=[Int32, Float32],
+        read_only_args=[number],
+    )
+
+
+def means_of(means: Any, t: Int32, group: Int32) -> Any:
+    """The eight means of this thread's columns, in two words: (one of two, M tile) as bytes."""
+    address = means.values.toint() + (group * 32 + t // 32 * 8 + t % 32 // 4) * 8
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];",
+        write_only_types=[Int32] * 2,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def restore(
+    o: cute.Tensor,
+    state: cutlass.Constexpr,
+    means: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Add what was subtracted from the output of this warpgroup."""
+    row0 = (t // 32) * 16 + t % 32 // 4
+    if t % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            fall = means.tops[row, group] - state.top[r]
+            means.removed[row, group] *= cute.math.exp2(fall, fastmath=True)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    own = means_of(means, t, group)
+    numbers = [number for i in range(2) for number in floats(own[i])]
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            removed = means.removed[own_row(j, e, t % 32), group]
+            for m in cutlass.range_constexpr(HALF // 64):
+                for r in cutlass.range_constexpr(2):
+                    at = ((e, j), (r, m))
+                    o[at] = o[at] - numbers[2 * m + r] * removed
+
+
+def floats(word: Int32) -> Any:
+    """Four e4m3 numbers of a word as floats."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 a, b, w, x, y, z; .reg .b32 h; mov.b32 {a, b}, {$r0};"
+        " cvt.rn.f16x2.e4m3x2 h, a; mov.b32 {w, x}, h; cvt.rn.f16x2.e4m3x2 h, b;"
+        " mov.b32 {y, z}, h; cvt.f32.f16 {$w0}, w; cvt.f32.f16 {$w1}, x; cvt.f32.f16 {$w2}, y;"
+        " cvt.f32.f16 {$w3}, z; }",
+        write_only_types=[Float32] * 4,
+        read_only_args=[word],
+    )
+
+
+@cute.jit
+def end_tile(means: cutlass.Constexpr, tile: cutlass.Constexpr, t: Int32, group: Int32):
+    """The means of the tile are no longer needed."""
+    if has_means(tile):
+        if t == 0:
+            means.phases[group] = means.phases[group] ^ 1
+        release(means.free, t % 32)
