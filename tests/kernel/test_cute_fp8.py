@@ -1,4 +1,6 @@
-"""The 8-bit decompressed kernel: which weights its threads exchange, in plain Python."""
+"""The 8-bit kernels in plain Python: exchanged weights, and between which blocks means go."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -7,7 +9,12 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     COLUMN_CHOICES,
     word_place,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8 import means
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import has_means
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS, MEAN_PAIRS
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
+
+from .compile_once import as_written
 
 LANES = 32
 
@@ -46,3 +53,29 @@ def test_weights_arrive_in_the_order_of_the_tokens(columns):
         group, row, first = place // (columns * 4), place // 4 % columns, place % 4 * 4
         order = [group * 16 + TOKEN_ORDER[first + i] for i in range(4)]
         assert found == [(row, token) for token in order]
+
+
+@pytest.mark.parametrize("pairs", [*range(1, 12), 31, 32, 33, 34, 36, 37, 64, 100])
+@pytest.mark.parametrize("found", [False, True])
+def test_parts_of_a_tile_meet_where_means_are_subtracted(pairs, found, monkeypatch):
+    """The loop of `consume`: every pair of KV blocks once, means in the middle of an interval."""
+    monkeypatch.setattr(means, "cutlass", SimpleNamespace(min=min))
+    uniform = SimpleNamespace(make_warp_uniform=lambda number: number)
+    monkeypatch.setattr(means, "cute", SimpleNamespace(arch=uniform))
+    part_end = as_written(means.part_end)
+    removing, taken, subtracted = has_means(SimpleNamespace(pairs=pairs)), [], []
+    for first in range(0, pairs, FLUSH_PAIRS):
+        begin, last = first, min(first + FLUSH_PAIRS, pairs)
+        while begin < last:
+            end = part_end(begin, last, removing)
+            assert end > begin
+            taken += range(begin, end)
+            if end < last:
+                removing = removing and found
+                if removing:
+                    subtracted.append(end)
+            begin = end
+    assert taken == list(range(pairs))
+    long = found and pairs > MEAN_PAIRS
+    middles = range(MEAN_PAIRS // 2, pairs, MEAN_PAIRS) if long else ()
+    assert subtracted == list(middles)
