@@ -538,7 +538,8 @@ def test_sums_of_columns_with_a_mean(
 
 SEGMENT = 128 * FLUSH_PAIRS
 FLAT_LIMIT = 0.085
-"""Of values with one sign and nearly equal weights, sums over a segment lose 7 %."""
+"""Of values with one sign and nearly equal weights, sums over a segment lost 7 % before means were
+subtracted."""
 LEVELS = {
     "flat": (0.0, 0.0, 0.0, 0.0, 0.0),
     "rising": (0.0, 3.5, 7.0, 10.5, 14.0),

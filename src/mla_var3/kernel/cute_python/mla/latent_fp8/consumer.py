@@ -154,9 +154,8 @@ def consume(
         removing = Int32(has_means(tile))
         segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
         for segment in cutlass.range(segments, unroll=1):
-            first_pair = segment * FLUSH_PAIRS
-            last_pair = cutlass.min(first_pair + FLUSH_PAIRS, tile.pairs)
-            begin = first_pair
+            begin = segment * FLUSH_PAIRS
+            last_pair = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
             while begin < last_pair:
                 end = part_end(begin, last_pair, removing)
                 if group == 0:
