@@ -280,10 +280,15 @@ def writes(tile: cutlass.Constexpr, exists: Boolean, group: Int32, scheduler: cu
     return partial, exists
 
 
+def cta_slot(scheduler: Any) -> Any:
+    """The first of the two slots of a CTA for partials."""
+    return (scheduler.group * scheduler.group_ctas + scheduler.rank) * 2
+
+
 @cute.jit
 def partial_slot(tile: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> Int32:
     """Where a CTA writes a partial: the even slot for its range's first item, else the odd one."""
-    slot = (scheduler.group * scheduler.group_ctas + scheduler.rank) * 2
+    slot = cta_slot(scheduler)
     if tile.item != scheduler.range.begin:
         slot += 1
     return slot

@@ -43,6 +43,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
 from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
+from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import is_apart, set_apart
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
     begin_tile,
     part_end,
@@ -82,6 +83,7 @@ def consume(
     queries: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     means: cutlass.Constexpr,
+    first_token: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     cache_scale: Float32,
     scale_log2e: Float32,
@@ -99,6 +101,7 @@ def consume(
         queries: `Queries`.
         exchange: `Exchange`.
         means: `Means`.
+        first_token: `FirstToken`.
         outputs: `latent.ops.Outputs`.
         cache_scale: the scale of the whole cache; 1 with scales per token.
         scale_log2e: softmax scale times log2 e.
@@ -146,11 +149,14 @@ def consume(
         for i in cutlass.range_constexpr(2):
             state.factors[i] = scale_log2e * cache_scale * exchange.q_scale[row0 + 8 * i]
         lowest = first_hidden(tile, scheduler)
+        apart = is_apart(tile, lowest, scheduler)
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         stage = cute.arch.make_warp_uniform((base + group) % STAGES)
         cute.arch.mbarrier_wait(full(barriers, stage), (base + group) // STAGES % 2)
         compute_scores(mmas, work, stage)
         warpgroup.wait_group(0)
+        if group == 0:
+            set_apart(step, first_token, outputs, keys_bytes, tile, apart, stage, t)
         removing = Int32(has_means(tile))
         segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
         for segment in cutlass.range(segments, unroll=1):
@@ -176,8 +182,8 @@ def consume(
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
         base += 2 * tile.pairs
         finish(
-            work.o, state, exchange, means, removing, outputs, tile, segments - 1, cache_scale, t,
-            group, scheduler, columns, queries.dtype, mailbox,
+            work.o, state, exchange, means, first_token, removing, outputs, tile, segments - 1,
+            cache_scale, t, group, scheduler, columns, queries.dtype, mailbox,
         )  # fmt: skip
         tile = scheduler.next_tile(tile)
 

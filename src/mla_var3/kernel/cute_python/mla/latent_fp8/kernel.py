@@ -66,7 +66,14 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     means_ready,
     produce,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, Exchange, Means, Mmas, Queries
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    HALF,
+    Exchange,
+    FirstToken,
+    Means,
+    Mmas,
+    Queries,
+)
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 """Registers per thread after `setmaxnreg`: with 232 the products are serialised."""
@@ -173,7 +180,6 @@ class LatentFp8Sm90(ClusterHost):
             merge: cute.struct.MemRange[Int32, TABLE_WORDS]
             taken: cute.struct.MemRange[Int16, MOST_TAKEN]
             risen: cute.struct.MemRange[Int32, 2]
-            q_scale: cute.struct.MemRange[Float32, ROWS]
             row_max: cute.struct.MemRange[Float32, ROWS]
             rescales: cute.struct.MemRange[Float32, 2 * ROWS]
             row_sum: cute.struct.MemRange[Float32, groups * ROWS]
@@ -186,6 +192,8 @@ class LatentFp8Sm90(ClusterHost):
             mean_scale: cute.struct.MemRange[Float32, 1]
             first_block: cute.struct.MemRange[Int32, 1]
             means: cute.struct.Align[cute.struct.MemRange[element, LATENT], 16]
+            first_values: cute.struct.Align[cute.struct.MemRange[element, LATENT], 16]
+            first_scale: cute.struct.MemRange[Float32, 1]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, KV_BLOCK * STAGES], 128]
             q: cute.struct.Align[cute.struct.MemRange[element, ROWS * LATENT], 1024]
             q_rope: cute.struct.Align[cute.struct.MemRange[rope_element, ROWS * ROPE], 1024]
@@ -358,6 +366,11 @@ class LatentFp8Sm90(ClusterHost):
             store.removed.get_tensor(two), store.removed_tops.get_tensor(two), phases,
             first_block, means_ready(barriers), means_free(barriers),
         )  # fmt: skip
+        first_token = FirstToken(
+            store.first_values.data_ptr(),
+            cute.recast_ptr(store.rope.data_ptr(), dtype=Float32) + 2 * ROWS,  # behind `Mailbox`
+            store.first_scale.get_tensor(cute.make_layout(1)),
+        )  # fmt: skip
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
@@ -390,7 +403,7 @@ class LatentFp8Sm90(ClusterHost):
                 tiles(store.q, q_layout), store.q.data_ptr(),
                 tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
                 tiles(store.p, p_layout), p_words,
-                store.q_scale.get_tensor(line), store.row_max.get_tensor(line),
+                store.row_sum.get_tensor(line), store.row_max.get_tensor(line),
                 store.rescales.get_tensor(two), risen, store.row_sum.get_tensor(two),
                 store.tops.get_tensor(two), store.carried.get_tensor(two),
             )  # fmt: skip
@@ -415,8 +428,8 @@ class LatentFp8Sm90(ClusterHost):
                     q_latent, q_rope, q_latent_stride, q_rope_stride, q_latent_token_stride,
                     q_rope_token_stride, heads, self.dtype,
                 ),
-                exchange, means, outputs, whole_scale, scale_log2e, scheduler, self.columns,
-                mailbox,
+                exchange, means, first_token, outputs, whole_scale, scale_log2e, scheduler,
+                self.columns, mailbox,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

@@ -138,11 +138,8 @@ def compute_means(
                 if tile == 0:
                     # Consumers may still use those of the tile before.
                     cute.arch.mbarrier_wait(means.free, phase)
-                # By consumer thread: its columns of the four M tiles, two of each, in 8 bytes.
                 place = hidden(offset, number)
-                place = place // (2 * TILE_BYTES) * HALF + (
-                    place % 64 // 16 * 64 + place % 16 * 4 + place % 128 // 64 * 2
-                )
+                place = place // (2 * TILE_BYTES) * HALF + thread_place(place)
                 for i in cutlass.range_constexpr(2):
                     at = means.values.toint() + (place + tile * 4 + 8 * i)
                     found |= store_means(sums[i], sizes[i], at)
@@ -162,6 +159,15 @@ def compute_means(
         else:
             release(empty(barriers, number % STAGES), hidden(offset, number) % 128)
             number += 1
+
+
+def thread_place(column: Any) -> Any:
+    """Where an even column of a column tile lies among bytes by consumer thread.
+
+    A thread has eight neighbouring bytes: of its columns of the four M tiles, two of each. Those of
+    the second column tile lie 4 bytes further, those of the next two columns 8.
+    """
+    return column % 64 // 16 * 64 + column % 16 * 4 + column % 128 // 64 * 2
 
 
 def hidden(value: Int32, number: Int32) -> Int32:
@@ -302,7 +308,7 @@ def remove_means(
     cute.arch.fence_view_async_shared()
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
     words = cute.recast_tensor(values, Int32)
-    own = means_of(means, t, group)
+    own = column_bytes(means.values, t, group)
     for m in cutlass.range_constexpr(HALF // 64):
         for r in cutlass.range_constexpr(2):
             selector = 0x1111 * (m % 2 * 2 + r)
@@ -331,9 +337,14 @@ def rounded(number: Float32) -> Any:
     )
 
 
-def means_of(means: Any, t: Int32, group: Int32) -> Any:
-    """The eight means of this thread's columns, in two words: (one of two, M tile) as bytes."""
-    address = means.values.toint() + (group * 32 + t // 32 * 8 + t % 32 // 4) * 8
+def column_bytes(values: Any, t: Int32, group: Int32) -> Any:
+    """The bytes of this thread's eight columns, in two words: (one of two, M tile).
+
+    Args:
+        values: pointer to a byte of each column, see `thread_place`.
+        t, group: this thread and its warpgroup.
+    """
+    address = values.toint() + (group * 32 + t // 32 * 8 + t % 32 // 4) * 8
     return cute.arch.inline_ptx(
         "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];",
         write_only_types=[Int32] * 2,
@@ -358,7 +369,7 @@ def restore(
             fall = means.tops[row, group] - state.top[r]
             means.removed[row, group] *= cute.math.exp2(fall, fastmath=True)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    own = means_of(means, t, group)
+    own = column_bytes(means.values, t, group)
     numbers = [number for i in range(2) for number in floats(own[i])]
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):

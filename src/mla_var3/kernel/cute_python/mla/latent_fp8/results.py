@@ -22,7 +22,19 @@ from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_
 from mla_var3.kernel.cute_python.mla.latent.merge import slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, partial_slot, writes
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    Split,
+    cta_slot,
+    partial_slot,
+    writes,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import (
+    own_score,
+    own_values,
+    received_score,
+    send_first,
+    with_first,
+)
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import end_tile, restore
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, WEIGHT_BITS, Exchange
 
@@ -32,6 +44,8 @@ is dropped: it is far below what e4m3 weights resolve. Up to there numbers fit a
 READ_ROWS = 8
 """Rows of a thread that are read back at once: 64 registers, those of the scores and values, which
 nothing uses at the end of a tile. Other numbers were not measured."""
+SLOT_WORDS = ROWS * LATENT
+"""Words of the slot of a partial."""
 THREAD_STEP = CONSUMERS * 16
 """Bytes between neighbouring groups of four flushed numbers of a thread."""
 FOUR = "{ {$r1}, {$r2}, {$r3}, {$r4} }"
@@ -48,25 +62,24 @@ def publish_tops(state: cutlass.Constexpr, exchange: cutlass.Constexpr, t: Int32
 
 @cute.jit
 def own_words(
-    outputs: cutlass.Constexpr,
-    tile: cutlass.Constexpr,
-    t: Int32,
-    group: Int32,
-    scheduler: cutlass.Constexpr,
+    outputs: cutlass.Constexpr, t: Int32, group: Int32, scheduler: cutlass.Constexpr
 ) -> Int64:
     """Address of the first 16 bytes of this thread's flushed output.
 
-    They fill the slot of the tile's partial, which is written later. No thread reads those of
-    another, so they lie in the order in which warps write them, `THREAD_STEP` apart.
+    A slot has room for float32, of which a partial in 16 bits takes the first half. Flushed output
+    lies in the second halves of both slots of the CTA: the slots may hold partials of other tiles.
+    No thread reads what another wrote, so it lies in the order in which warps write it.
     """
-    start = Int64(partial_slot(tile, scheduler)) * (ROWS * LATENT)
+    start = Int64(cta_slot(scheduler)) * SLOT_WORDS + SLOT_WORDS // 2
     words = cute.recast_ptr(outputs.o_partial, dtype=Float32)
     return (words + start + (group * WARPGROUP + t) * 4).toint()
 
 
 def four_of(j: int, e: int, half: int) -> tuple[int, list[tuple[Any, Any]]]:
     """Offset in bytes of four numbers of an own row, and where they are in the output."""
-    offset = ((j * 2 + e) * 2 + half) * THREAD_STEP
+    number = (j * 2 + e) * 2 + half
+    slot, place = divmod(number * THREAD_STEP, SLOT_WORDS * 4 // 2)
+    offset = slot * SLOT_WORDS * 4 + place
     return offset, [((e, j), (r, 2 * half + m)) for m in range(2) for r in range(2)]
 
 
@@ -91,7 +104,7 @@ def flush(
     Only this thread uses its numbers before `finish`. All accesses are relaxed ones of the GPU's
     scope, which keep their order at an address and do not use the L1 cache.
     """
-    address = own_words(outputs, tile, t, group, scheduler)
+    address = own_words(outputs, t, group, scheduler)
     publish_tops(state, exchange, t, group)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
     if t < ROWS:
@@ -161,6 +174,7 @@ def finish(
     state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     means: cutlass.Constexpr,
+    first_token: cutlass.Constexpr,
     removing: Int32,
     outputs: cutlass.Constexpr,
     tile: cutlass.Constexpr,
@@ -179,6 +193,7 @@ def finish(
     it runs once per tile and is not in the instruction cache then.
     """
     row0 = (t // 32) * 16 + t % 32 // 4
+    score = own_score(outputs, tile, t)
     publish_tops(state, exchange, t, group)
     for r in cutlass.range_constexpr(2):
         total = row_sum(state.sums[r])
@@ -190,15 +205,17 @@ def finish(
             fall = exchange.carried[t, group] - exchange.tops[t, group]
             exchange.carried[t, group] = cute.math.exp2(fall, fastmath=True)
         sync_warpgroup(Barrier.WARPGROUP_0 + group)
-        read_back(o, exchange, own_words(outputs, tile, t, group, scheduler), t, group, columns)
+        read_back(o, exchange, own_words(outputs, t, group, scheduler), t, group, columns)
     if removing != 0:
         restore(o, state, means, t, group, columns)
-    # Partials are written where other threads had their flushed output: not before all have it.
+    # For the sums of the other warpgroup.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     end_tile(means, tile, t, group)
     if const_expr(scheduler.clusters):
         if tile.split == Split.HALF:
-            merge_halves(o, exchange, mailbox, t, group, scheduler, columns)
+            score = merge_halves(
+                o, exchange, first_token, score, mailbox, t, group, scheduler, columns
+            )
     slot = partial_slot(tile, scheduler)
     partial, exists = writes(tile, Boolean(True), group, scheduler)
     rows = tile.rows - tile.row
@@ -206,9 +223,14 @@ def finish(
         rows = Int32(0)
     lse, lse_partial = outputs.lse, outputs.lse_partial
     if t < ROWS and exists:
-        total = exchange.row_sum[t, 0] + exchange.row_sum[t, 1]
-        inverse, lse_log2 = normaliser(total, exchange.tops[t, group] - WEIGHT_BITS)
-        exchange.tops[t, group] = inverse * cache_scale
+        total, top, own, share = with_first(
+            exchange.row_sum[t, 0] + exchange.row_sum[t, 1], exchange.tops[t, group], score,
+            first_token.scale[0],
+        )  # fmt: skip
+        inverse, lse_log2 = normaliser(total, top - WEIGHT_BITS)
+        factor = inverse * cache_scale
+        exchange.tops[t, group] = factor * own
+        means.removed[t, group] = factor * share
         if group == 0 and t < rows:
             if partial:
                 lse_partial[slot * ROWS + t] = lse_log2
@@ -216,20 +238,24 @@ def finish(
                 at = tile.base + tile.row + t
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    factors = (exchange.tops, means.removed)
+    values = own_values(first_token, t, group)
     column = group * HALF + t // 32 * 16 + t % 32 // 4 * 2  # the first of this thread's
     if partial:
         start = Int64(slot) * (slot_rows(outputs.o_partial) * LATENT)
         first = outputs.o_partial + (start + column)
-        store_rows(o, exchange, first, rows, t, group, columns, outputs.o_partial.dtype)
+        store_rows(o, values, factors, first, rows, t, group, columns, outputs.o_partial.dtype)
     else:
         first = outputs.o_latent + (Int64(tile.base + tile.row) * LATENT + column)
-        store_rows(o, exchange, first, rows, t, group, columns, dtype)
+        store_rows(o, values, factors, first, rows, t, group, columns, dtype)
 
 
 @cute.jit
 def merge_halves(
     o: cute.Tensor,
     exchange: cutlass.Constexpr,
+    first_token: cutlass.Constexpr,
+    score: Float32,
     mailbox: cutlass.Constexpr,
     t: Int32,
     group: Int32,
@@ -239,12 +265,13 @@ def merge_halves(
     """Merge the half of this CTA with that of the other of its cluster, see `latent/cluster.py`.
 
     Behind it the warpgroup that keeps its columns has the output of both halves, and `exchange`
-    their sums and maxima for it.
+    their sums and maxima for it. Both CTAs have the first token; its score of row `t` is returned.
     """
     rank = scheduler.cluster_rank
     meet()  # no warp of the cluster reads its KV blocks any more
     if group != rank:
         send_values(o, mailbox, 1 - rank, t)
+        send_first(first_token, score, 1 - rank, t, group)
         if t < ROWS:
             total = exchange.row_sum[t, 0] + exchange.row_sum[t, 1]
             send_row(total, exchange.tops[t, group], t, mailbox, 1 - rank)
@@ -270,12 +297,14 @@ def merge_halves(
                 row = own_row(at // 4 % (columns // 8), at % 2, t % 32)
                 own, other = exchange.scales[row, group], exchange.carried[row, group]
                 flat[at] = flat[at] * own + received[n] * other
+    return received_score(first_token, score, t, rank)
 
 
 @cute.jit
 def store_rows(
     o: cute.Tensor,
-    exchange: cutlass.Constexpr,
+    values: cutlass.Constexpr,
+    factors: cutlass.Constexpr,
     first: cute.Pointer,
     rows: Int32,
     t: Int32,
@@ -283,18 +312,30 @@ def store_rows(
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Write this thread's output times the factors in `tops`; `first` is its column of row 0."""
+    """Write this thread's output with the first token, each times a factor of its row.
+
+    Args:
+        o: the output by query row.
+        values: the first token's, in this thread's columns.
+        factors: [64, warpgroup] those of the output and of `values`.
+        first: this thread's column of row 0.
+        rows: how many are written.
+        t, group: this thread and its warpgroup.
+        columns: query rows on the N side.
+        dtype: type in which they are written.
+    """
     lane = t % 32
     # Aligned once: all that is added below is a constant.
     first = (first + own_row(0, 0, lane) * LATENT).align(2 * dtype.width // 8)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             row = own_row(j, e, lane)
-            factor = exchange.tops[row, group]
+            own, share = (factor[row, group] for factor in factors)
             if row < rows:
                 for m in cutlass.range_constexpr(HALF // 64):
                     pair = cute.make_rmem_tensor(2, dtype)
                     for r in cutlass.range_constexpr(2):
-                        pair[r] = (o[(e, j), (r, m)] * factor).to(dtype)
+                        number = o[(e, j), (r, m)] * own + values[2 * m + r] * share
+                        pair[r] = number.to(dtype)
                     place = first + ((j * 8 + e) * LATENT + m * 64)
                     cute.autovec_copy(pair, cute.make_tensor(place, 2))

@@ -67,7 +67,7 @@ class Exchange:
         q: [64, 512] e4m3 and its pointer `q_bytes`.
         q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
         p: [columns, 64, stage] e4m3 weights and their words `p_words`.
-        q_scale: [64] scales of the query rows.
+        q_scale: [64] scales of the query rows, when a tile begins; later sums of `row_sum`.
         row_max: [64] running maximum.
         scales: [64, warpgroup] factors by which the maximum of its last block rescales.
         risen: [warpgroup] number of its last block in which a maximum rose.
@@ -119,6 +119,22 @@ class Means:
     first_block: Any
     ready: Any
     free: Any
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Shared memory of a first token that is apart from the others (`first_token.py`).
+
+    Attributes:
+        values: pointer to its values as e4m3, in the order of `Means.values`.
+        scores: pointer to 64 floats, what a CTA of a cluster gets from the other one.
+        scale: [1] its scale, 1 with one scale for the whole cache; `NOT_APART` where it is not
+            apart.
+    """
+
+    values: Any
+    scores: Any
+    scale: Any
 
 
 @dataclass(frozen=True)
