@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from mla_var3.attention.backends.latent import missing_language
-from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.call import mla_latent_attention
 from mla_var3.bench.plots import log_axes, new_figure, save_figure, series_colour
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS, LATENT, ROPE
-from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, CacheFormat, dequantise, quantise
+from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, dequantise, quantise
 
 K, P, ROWS = 512, 64, 64
 """Widths of made latents, and their query rows."""
@@ -51,8 +51,6 @@ Tile = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor]
 """Output `[rows, k]` and LSE `[rows]`, float64."""
 HOPPER = (9, 0)
-_SLOT_STEP = 4
-"""Slots of a dense cache with scales per token are a multiple of it."""
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -215,12 +213,12 @@ def measure(
         for attention, rows in queries.items()
         for cache in (EXACT, *caches)
     }
-    stored = _kernel_caches(latents, max(lengths), scale, device) if kernel else []
+    stored = _kernel_caches(latents, max(lengths), scale, device) if kernel else {}
     found: dict[tuple[str, int], AccuracyRow] = {}
     t = 0
     for latent, rope in latents.tiles(lengths, seed):
-        for own in stored:
-            own.add(latent, rope)
+        for own in stored.values():
+            own.append(*(rows[None].to(device, torch.bfloat16) for rows in (latent, rope)))
         for cache in (EXACT, *caches):
             rows = _worth(cache, latent, rope, scale)
             for attention in queries:
@@ -230,9 +228,9 @@ def measure(
             for attention in queries:
                 exact = attended[attention, EXACT].result()
                 results = {cache: attended[attention, cache].result() for cache in caches}
-                for own in stored:
-                    column = KERNEL_COLUMN.format(own.fmt.name)
-                    results[column] = own.attend(queries[attention], str(kernel))
+                for name, own in stored.items():
+                    column = KERNEL_COLUMN.format(name)
+                    results[column] = _attend_by_kernel(own, queries[attention], str(kernel))
                 errors = {name: _error(exact, result) for name, result in results.items()}
                 found[attention, t] = AccuracyRow(latents.name, attention, t, errors)
     return [found[attention, t] for attention in queries for t in sorted(set(lengths))]
@@ -298,47 +296,27 @@ class _Attention:
         return self._output / self._total[:, None], self._peak + self._total.log()
 
 
-class _KernelCache:
-    """A dense 8-bit cache of one request, which a kernel reads."""
+def _attend_by_kernel(cache: LatentCache, queries: torch.Tensor, kernel: str) -> Result:
+    """The result of a kernel on a cache of one request, with queries `[rows, k+p]` of one head."""
+    k, device = cache.c_kv.shape[-1], cache.buffer.device
+    q = queries.to(device, torch.bfloat16)[None, None]
+    output, lse = mla_latent_attention(
+        q[..., :k].contiguous(), q[..., k:].contiguous(), cache, scale=1.0, causal=False,
+        kernel=kernel,
+    )  # fmt: skip
+    return output[0, 0].double().cpu(), lse[0, 0].double().cpu()
 
-    def __init__(
-        self, fmt: CacheFormat, widths: tuple[int, int], t: int, scale: float, device: str
-    ):
-        """Allocate slots for t tokens."""
-        self.fmt, self._length = fmt, 0
-        self._scale = torch.full((1,), scale, device=device) if fmt is PER_TENSOR else None
-        shape = (1, -(-t // _SLOT_STEP) * _SLOT_STEP, fmt.row_bytes(*widths))
-        buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._parts = fmt.parts(buffer, *widths, self._scale)
 
-    def add(self, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """More tokens, which are rounded to bfloat16 first, as models write them."""
-        first, last = self._length, self._length + latent.shape[0]
-        device = self._parts.latent.device
-        latent, rope = (part.to(device, torch.bfloat16) for part in (latent, rope))
-        values = quantise(latent, rope, self.fmt, self._scale)
-        for name in ("latent", "rope") if self._scale is not None else ("latent", "rope", "scales"):
-            new = getattr(values, name).view(torch.uint8)
-            getattr(self._parts, name).view(torch.uint8)[0, first:last] = new
-        self._length = last
-
-    def attend(self, queries: torch.Tensor, kernel: str) -> Result:
-        """The result of a kernel with queries `[rows, k+p]`, one head each."""
-        parts, k = self._parts, self._parts.latent.shape[-1]
-        lengths = torch.tensor([self._length], dtype=torch.int32, device=parts.latent.device)
-        view = CacheView(parts.latent, parts.rope, lengths, scales=parts.scales)
-        q = queries.to(parts.latent.device, torch.bfloat16)[None, None]
-        q_latent, q_rope = q[..., :k].contiguous(), q[..., k:].contiguous()
-        output, lse = mla_latent_attention(
-            q_latent, q_rope, view, scale=1.0, causal=False, kernel=kernel
+def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> dict[str, LatentCache]:
+    """Empty caches of the formats that the kernel reads; none for other widths than its own."""
+    k, p = latents.widths
+    return {
+        name: LatentCache.allocate(
+            1, t, k=k, p=p, dtype=name, device=device,
+            scale=scale if name == PER_TENSOR.name else 1.0,
         )
-        return output[0, 0].double().cpu(), lse[0, 0].double().cpu()
-
-
-def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> list[_KernelCache]:
-    """The caches that the kernel reads; none for other widths than it is made for."""
-    names = FP8_FORMATS if latents.widths == (LATENT, ROPE) else ()
-    return [_KernelCache(FORMATS[name], latents.widths, t, scale, device) for name in names]
+        for name in (FP8_FORMATS if (k, p) == (LATENT, ROPE) else ())
+    }  # fmt: skip
 
 
 def _error(exact: Result, found: Result) -> FormatError:
