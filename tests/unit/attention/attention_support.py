@@ -10,8 +10,11 @@ import torch
 from mla_var3.attention.backends import registry
 from mla_var3.attention.cache.copies import Window
 from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.view import CacheView
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.cache_formats import PER_TENSOR, CacheFormat, QuantisedCache, quantise
+from mla_var3.op.mla.window.packed import unpack_window
+from mla_var3.op.mla.window.quantise import QuantisedRows, dequantise
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -162,6 +165,46 @@ def require_oracle(
             q[0][request], q[1][request], rows[:, :k], rows[:, k:], model, **options
         )
         assert_close(output[request], expected, lse[request], expected_lse)
+
+
+def ring(view: CacheView, request: int) -> tuple[QuantisedRows, QuantisedRows, list[int]]:
+    """Keys and values that a request's ring in 8 bits holds, and their positions."""
+    assert view.packed_window is not None and view.window_start is not None
+    keys, values = unpack_window(view.packed_window, view.window)
+    positions = list(range(int(view.window_start[request]), int(view.lengths[request])))
+    slots = [position % view.window for position in positions]
+    return (
+        QuantisedRows(keys.values[request][:, slots], keys.scales[request][:, slots]),
+        QuantisedRows(values.values[request][:, slots], values.scales[request][:, slots]),
+        positions,
+    )
+
+
+def require_exact_on_ring(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    q: Sequence[torch.Tensor],
+    view: CacheView,
+    tokens: Sequence[torch.Tensor],
+    model: Model,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> None:
+    """As `require_oracle`, with keys and values as a ring in 8 bits holds them, if it does."""
+    k = model.sizes[2]
+    for request, rows in enumerate(tokens):
+        exact, both = rows.double(), torch.cat([part[request] for part in q], -1)
+        keys = torch.einsum("mk,hdk->hmd", exact[:, :k], model.w_uk.double())
+        values = torch.einsum("mk,hkd->hmd", exact[:, :k], model.w_uv.double())
+        new_keys, new_values, positions = ring(view, request)
+        keys[:, positions] = dequantise(new_keys, torch.float64)
+        values[:, positions] = dequantise(new_values, torch.float64)
+        keys = torch.cat([keys, exact[:, k:].expand(len(keys), -1, -1)], -1)
+        visible = visible_tokens(len(both), len(rows), causal=causal)
+        factor = both.shape[-1] ** -0.5 if scale is None else scale
+        wanted, wanted_lse = attended(both, keys, values, visible, factor)
+        assert_close(output[request], wanted, lse[request], wanted_lse)
 
 
 @contextmanager

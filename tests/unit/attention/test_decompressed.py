@@ -21,13 +21,23 @@ from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.widths import HEAD_WIDTHS
 
-from .attention_support import Model, filled_cache, make_model, normal, require_oracle
+from .attention_support import (
+    Model,
+    filled_cache,
+    make_model,
+    normal,
+    require_exact_on_ring,
+    require_oracle,
+)
 from .emulated_stages import attend, backend, emulate, stage_of
 
 H200 = "NVIDIA H200"
 H, D, P, K = 2, 128, 64, 512
 SIZES: dict[str, Any] = {"b": 32, "s": 43, "t": 4096, "h": 128}
 LANGUAGE = "cute-dsl"
+RINGS = {None: "mla_var6_plus", "fp8": "mla_var6_plus_v5"}
+"""The kernel that reads a ring, by `window_dtype`."""
+WINDOW_DTYPE = pytest.mark.parametrize("window_dtype", RINGS)
 
 
 @pytest.fixture
@@ -49,8 +59,11 @@ def require_right(
     tokens: list[torch.Tensor],
     model: Model,
 ) -> None:
-    q = task.q, task.q_rope
-    require_oracle(*result, q, tokens, model, causal=task.causal, scale=task.scale)
+    q, options = (task.q, task.q_rope), {"causal": task.causal, "scale": task.scale}
+    if task.cache.window_scales is None:
+        require_oracle(*result, q, tokens, model, **options)
+    else:
+        require_exact_on_ring(*result, q, task.cache, tokens, model, **options)
 
 
 def cache_and_tokens(
@@ -72,12 +85,19 @@ def append(
 
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [64, 128])
-def test_the_mix_reads_a_ring_as_it_lies(page_size, causal, window, model, generator):
+@pytest.mark.parametrize(("window", "window_dtype"), [(64, None), (128, None), (64, "fp8")])
+def test_the_mix_reads_a_ring_as_it_lies(page_size, causal, window, window_dtype, model, generator):
     lengths = [200, 40, 0, window, window + 1]
-    cache, tokens = cache_and_tokens(generator, lengths, model, page_size=page_size, window=window)
+    options = {"page_size": page_size, "window": window, "window_dtype": window_dtype}
+    cache, tokens = cache_and_tokens(generator, lengths, model, **options)
     task = task_on(cache, model, generator, causal=causal, scale=0.05)
-    require_right(attend("mla_var6_plus", task), task, tokens, model)
+    require_right(attend(RINGS[window_dtype], task), task, tokens, model)
+    # The kernel's operands are the memory of the ring.
+    stage, ring = stage_of(RINGS[window_dtype], task), cache.window
+    kernel = next(kernel for kernel in stage.kernels() if kernel.name == "decompressed_attention")
+    pointers = [tensor.data_ptr() for tensor in kernel.input_tensors]
+    for part in (ring.k_new, ring.v_new, ring.scales, ring.k_rope_new, ring.start):  # type: ignore[union-attr]
+        assert part is None or part.data_ptr() in pointers
 
 
 @pytest.mark.parametrize("widths", HEAD_WIDTHS, ids=str)
@@ -102,30 +122,37 @@ def test_flash_attention_at_the_widths_of_published_models(widths, generator):
     require_right(tuple(stage.output_tensors), task, tokens, model)
 
 
+@WINDOW_DTYPE
 @pytest.mark.parametrize("page_size", [None, 64])
-def test_wrapping_and_dropping(page_size, model, generator):
+def test_wrapping_and_dropping(page_size, window_dtype, model, generator):
     """The ring turns, loses tokens and is shorter for a while; the older half takes those over."""
-    cache, tokens = cache_and_tokens(generator, [150, 30], model, page_size=page_size, window=64)
+    options = {"page_size": page_size, "window": 64, "window_dtype": window_dtype}
+    cache, tokens = cache_and_tokens(generator, [150, 30], model, **options)
     for dropped in ([0, 0], [7, 2], [30, 0], [1, 12]):
         cache.truncate(dropped)
         tokens = [rows[: len(rows) - gone] for rows, gone in zip(tokens, dropped, strict=True)]
         tokens = append(cache, tokens, 9, model, generator)
         task = task_on(cache, model, generator, s=9)
-        require_right(attend("mla_var6_plus", task), task, tokens, model)
+        require_right(attend(RINGS[window_dtype], task), task, tokens, model)
 
 
 @pytest.mark.parametrize("page_size", [None, 64])
-@pytest.mark.parametrize("dropped", [62, 63, 64, 100])
-def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(page_size, dropped, model, generator):
+@pytest.mark.parametrize(
+    ("dropped", "window_dtype"), [(62, None), (63, None), (64, None), (100, None), (63, "fp8")]
+)
+def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(
+    page_size, dropped, window_dtype, model, generator
+):
     """The latent kernel shows its tokens to every query, so the ring has to hold the newest."""
-    cache, tokens = cache_and_tokens(generator, [200, 40], model, page_size=page_size, window=64)
+    options = {"page_size": page_size, "window": 64, "window_dtype": window_dtype}
+    cache, tokens = cache_and_tokens(generator, [200, 40], model, **options)
     assert cache.view().ring_whole
     cache.truncate([dropped, 0])
     assert not cache.view().ring_whole
     kept = [tokens[0][: 200 - dropped], tokens[1]]
     for causal in (False, True):
         task = task_on(cache, model, generator, causal=causal)
-        require_right(attend("mla_var6_plus", task), task, kept, model)
+        require_right(attend(RINGS[window_dtype], task), task, kept, model)
     assert cache.window is not None and cache.window.start[0] <= 200 - dropped - 2
 
 
@@ -162,17 +189,24 @@ def test_a_call_on_fewer_tokens_than_the_cache_has(model, generator):
     require_right(attend("flash_attention", task), task, shorter, model)
 
 
-def test_a_bound_on_the_lengths_within_the_ring(model, generator):
-    cache, tokens = cache_and_tokens(generator, [90, 40], model, window=128)
-    task = task_on(cache, model, generator, max_kv=100)
-    stage = stage_of("mla_var6_plus", task)
+@WINDOW_DTYPE
+@pytest.mark.parametrize("window", [128, 256])
+def test_all_tokens_within_the_ring(window, window_dtype, model, generator):
+    """By a bound on the lengths, or in a ring as long as the cache."""
+    kernel, options = RINGS[window_dtype], {"max_kv": 100} if window < 256 else {}
+    cache, tokens = cache_and_tokens(
+        generator, [90, 40], model, window=window, window_dtype=window_dtype
+    )
+    task = task_on(cache, model, generator, **options)
+    stage = stage_of(kernel, task)
     assert [kernel.name for kernel in stage.kernels()] == ["decompressed_attention"]
-    require_right(attend("mla_var6_plus", task), task, tokens, model)
+    assert (cache.view().full_copy() is None) is (window < 256 or window_dtype == "fp8")
+    require_right(attend(kernel, task), task, tokens, model)
     kept = tokens
     append(cache, tokens, 100, model, generator)
     cache.truncate([100, 100])  # the ring has lost its first tokens, and no latent kernel runs
-    task = task_on(cache, model, generator, max_kv=100)
-    require_right(attend("mla_var6_plus", task), task, kept, model)
+    task = task_on(cache, model, generator, **options)
+    require_right(attend(kernel, task), task, kept, model)
 
 
 @pytest.mark.parametrize("page_size", [None, 64])

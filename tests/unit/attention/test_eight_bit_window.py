@@ -12,19 +12,17 @@ from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.ops import mla_attention_op
 from mla_var3.attention.request.shape import CallShape
-from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.window.packed import PackedWindow, pack_window, unpack_window
 from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, dequantise, quantise
 
 from .attention_support import (
     Model,
-    assert_close,
-    attended,
     filled_cache,
     make_model,
     normal,
-    visible_tokens,
+    require_exact_on_ring,
+    ring,
 )
 
 H, D, K, P, N = 2, 16, 32, 4, 64
@@ -46,45 +44,9 @@ def eight_bit_cache(
     return filled_cache(generator, lengths, model, dtype=BF16, **settings)
 
 
-def ring(cache: LatentCache, request: int) -> tuple[QuantisedRows, QuantisedRows, list[int]]:
-    """Keys and values that the ring of a request holds, and their positions."""
-    view = cache.view()
-    assert view.packed_window is not None and view.window_start is not None
-    keys, values = unpack_window(view.packed_window, view.window)
-    positions = list(range(int(view.window_start[request]), int(view.lengths[request])))
-    slots = [position % view.window for position in positions]
-    return (
-        QuantisedRows(keys.values[request][:, slots], keys.scales[request][:, slots]),
-        QuantisedRows(values.values[request][:, slots], values.scales[request][:, slots]),
-        positions,
-    )
-
-
 def same(found: QuantisedRows, wanted: QuantisedRows) -> bool:
     bits = (rows.values.view(torch.uint8) for rows in (found, wanted))
     return torch.equal(*bits) and torch.equal(found.scales, wanted.scales)
-
-
-def exact(
-    cache: LatentCache,
-    request: int,
-    tokens: torch.Tensor,
-    q: tuple[torch.Tensor, torch.Tensor],
-    model: Model,
-    causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request in float64: keys and values as the ring holds them, the others from the rows."""
-    rows = tokens.double()
-    k = model.sizes[2]
-    keys = torch.einsum("mk,hdk->hmd", rows[:, :k], model.w_uk.double())
-    values = torch.einsum("mk,hkd->hmd", rows[:, :k], model.w_uv.double())
-    new_keys, new_values, positions = ring(cache, request)
-    keys[:, positions] = dequantise(new_keys, torch.float64)
-    values[:, positions] = dequantise(new_values, torch.float64)
-    keys = torch.cat([keys, rows[:, k:].expand(len(keys), -1, -1)], -1)
-    both = torch.cat(q, -1)
-    visible = visible_tokens(len(both), len(rows), causal=causal)
-    return attended(both, keys, values, visible, both.shape[-1] ** -0.5)
 
 
 def require_right(
@@ -95,10 +57,7 @@ def require_right(
     model: Model,
     causal: bool = True,
 ) -> None:
-    for request, rows in enumerate(tokens):
-        own = q[0][request], q[1][request]
-        wanted, lse = exact(cache, request, rows, own, model, causal)
-        assert_close(result[0][request], wanted, result[1][request], lse)
+    require_exact_on_ring(*result, q, cache.view(), tokens, model, causal=causal)
 
 
 def queries(
@@ -146,7 +105,7 @@ def test_the_ring_after_every_change(page_size, value_dim, generator):
 
     def check() -> None:
         for request, own in enumerate(tokens):
-            keys, values, positions = ring(cache, request)
+            keys, values, positions = ring(cache.view(), request)
             assert positions == list(range(min(oldest[request], len(own)), len(own)))
             if not positions:
                 continue
@@ -180,10 +139,10 @@ def test_the_ring_after_every_change(page_size, value_dim, generator):
 def test_a_rollback_is_filled_up_again(model, generator):
     cache, tokens = eight_bit_cache(generator, [150, 40], model)
     cache.truncate([50, 0])
-    assert ring(cache, 0)[2] == list(range(86, 100))
+    assert ring(cache.view(), 0)[2] == list(range(86, 100))
     cache.refill(model.w_uk, model.w_uv)
     assert cache.window is not None and not cache.window.scales.isnan()[:1].any()  # type: ignore[union-attr]
-    keys, values, positions = ring(cache, 0)
+    keys, values, positions = ring(cache.view(), 0)
     assert positions == list(range(36, 100))
     rows = decompress_rows(tokens[0][positions, :K], model.w_uk, model.w_uv)
     for found, given in zip((keys, values), rows, strict=True):
@@ -200,7 +159,7 @@ def test_zeros_and_infinities(model, generator):
     keys[0, 0, 0], values[0, 1, 1] = 0.0, 0.0
     keys[0, 2, 0, 3] = torch.inf
     cache.append(rows[..., :K], rows[..., K:], k_new=keys, v_new=values)
-    found_keys, found_values, _ = ring(cache, 0)
+    found_keys, found_values, _ = ring(cache.view(), 0)
     assert not dequantise(found_keys)[0, 0].any() and not dequantise(found_values)[1, 1].any()
     poisoned = dequantise(found_keys).isnan()
     assert bool(poisoned[0, 2].all()) and int(poisoned.sum()) == D
@@ -253,7 +212,7 @@ def test_both_in_8_bits(generator):
     model = make_model(generator, H, D, 128, BF16)
     options = {"cache_dtype": "fp8_per_token", "page_size": 64, "p": 8}
     cache, tokens = eight_bit_cache(generator, [200], model, **options)
-    keys, _, positions = ring(cache, 0)
+    keys, _, positions = ring(cache.view(), 0)
     given = decompress_rows(tokens[0][positions, :128], model.w_uk, model.w_uv)[0]
     error = dequantise(keys, torch.float64) - given.transpose(0, 1).double()
     assert float(error.norm() / given.double().norm()) < 0.035
@@ -308,73 +267,6 @@ def test_wrong_views_are_named(change, message, model, generator):
     cache, _ = eight_bit_cache(generator, [70], model)
     with pytest.raises(InvalidArgumentError, match=message):
         attend(replace(cache.view(), **change), queries(generator, 1, 1), model)
-
-
-@pytest.fixture
-def wide(generator: torch.Generator) -> Model:
-    """Widths that the kernel is made for."""
-    return make_model(generator, H, 128, 512, BF16)
-
-
-def require_kernel_right(
-    cache: LatentCache,
-    tokens: Sequence[torch.Tensor],
-    wide: Model,
-    generator: torch.Generator,
-    s: int = 3,
-    **options: Any,
-) -> None:
-    from .emulated_stages import attend as attend_by_stage
-
-    q = queries(generator, len(tokens), s, 128, 64)
-    task = full_task(*q, cache, wide.w_uk, wide.w_uv, Options(**options))
-    causal = options.get("causal", True)
-    require_right(attend_by_stage(V5, task), cache, tokens, q, wide, causal)
-
-
-@PAGED
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_mix_reads_the_ring_as_it_lies(page_size, causal, wide, generator):
-    pytest.importorskip("cutlass")
-    lengths = [200, 40, N, N + 1]
-    cache, tokens = eight_bit_cache(generator, lengths, wide, page_size=page_size, p=64)
-    require_kernel_right(cache, tokens, wide, generator, causal=causal)
-    # The kernel's operands are the memory of the ring, the scales among them.
-    from .emulated_stages import stage_of
-
-    q = queries(generator, 4, 3, 128, 64)
-    stage = stage_of(V5, full_task(*q, cache, wide.w_uk, wide.w_uv, Options()))
-    kernel = next(kernel for kernel in stage.kernels() if kernel.name == "decompressed_attention")
-    pointers = [tensor.data_ptr() for tensor in kernel.input_tensors]
-    window = cache.window
-    assert window is not None and window.scales is not None
-    for part in (window.k_new, window.v_new, window.scales, window.k_rope_new, window.start):
-        assert part.data_ptr() in pointers
-
-
-@PAGED
-def test_the_mix_after_drops(page_size, wide, generator):
-    """Dropped tokens are attended latent; those that only some queries see are decompressed."""
-    pytest.importorskip("cutlass")
-    cache, tokens = eight_bit_cache(generator, [150, 70], wide, page_size=page_size, p=64)
-    for dropped, m in (([7, 2], 9), ([30, 0], 9), ([1, 12], 0), ([63, 0], 0)):
-        cache.truncate(dropped)
-        tokens = [rows[: len(rows) - gone] for rows, gone in zip(tokens, dropped, strict=True)]
-        if m:
-            new = normal(generator, 2, m, 512 + 64, dtype=BF16)
-            cache.append(new[..., :512], new[..., 512:], w_uk=wide.w_uk, w_uv=wide.w_uv)
-            tokens = [torch.cat([old, more]) for old, more in zip(tokens, new, strict=True)]
-        require_kernel_right(cache, tokens, wide, generator, s=5)
-
-
-def test_the_mix_without_latent_tokens(wide, generator):
-    """A ring as long as the cache, or a bound on the lengths that it holds."""
-    pytest.importorskip("cutlass")
-    whole, tokens = eight_bit_cache(generator, [100, 33], wide, p=64, window=320)
-    require_kernel_right(whole, tokens, wide, generator)
-    assert whole.view().full_copy() is None
-    ring_only, tokens = eight_bit_cache(generator, [60, 33], wide, p=64)
-    require_kernel_right(ring_only, tokens, wide, generator, max_kv=60)
 
 
 def refusals(**options: Any) -> dict[str, str | None]:
