@@ -98,7 +98,6 @@ class BenchOptions(SessionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.suite = suites.OLD_SUITES.get(self.suite, self.suite)
         if self.suite not in suites.SUITES:
             raise UnknownNameError("suite", self.suite, suites.SUITES)
         if self.mode not in (AUTO, MEASURE, PREDICT):

@@ -33,8 +33,6 @@ SUITES = {
     "prefix": "requests that share first tokens: read once, latent or decompressed, or copied",
     "mix": "the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths",
 }
-OLD_SUITES = {"absorbed": "latent"}
-"""Earlier name of a suite -> its name now."""
 
 LATENT_PEERS = ("flashmla", "fa3_qv", "flashinfer", "triton")
 DECOMPRESSED_PEERS = ("fa3", "fa3_one_split", "sdpa")

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mla_var3.cli.console import UsageError, note, usage_errors
+from mla_var3.cli.console import UsageError, usage_errors
 from mla_var3.conf.models import Model, model, read_config
 from mla_var3.op.mla.problem import MOST_REQUESTS, MlaProblem, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
@@ -193,7 +193,6 @@ class Parser(Options, argparse.ArgumentParser):
     Attributes:
         aliases: other spelling of an option -> the option.
         ambiguous: name that several options share -> those options.
-        renamed: earlier name of an option -> the option; it still works, with a notice.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -201,7 +200,6 @@ class Parser(Options, argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **{"formatter_class": formatter, **settings})
         self.aliases: dict[str, str] = {}
         self.ambiguous: dict[str, list[str]] = {}
-        self.renamed: dict[str, str] = {}
 
     def add_argument_group(self, *titles: Any, **settings: Any) -> Group:
         group = Group(self, *titles, **settings)
@@ -209,12 +207,8 @@ class Parser(Options, argparse.ArgumentParser):
         return group
 
     def add_for_device(self, text: str, dest: str) -> None:
-        """Add `--for_device`, the device of the table that a command plans or predicts for.
-
-        The name of its value, `dest`, is also the earlier name of the option.
-        """
+        """Add `--for_device`, the device of the table that a command plans or predicts for."""
         self.add_argument("--for_device", dest=dest, metavar="NAME", help=text)
-        self.renamed[dest] = "for_device"
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse; its own version prints the usage and exits."""
@@ -244,9 +238,6 @@ class Parser(Options, argparse.ArgumentParser):
         if name not in flags and name in self.ambiguous:
             choices = " or ".join(f"--{flag}" for flag in self.ambiguous[name])
             raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
-        if name not in flags and name in self.renamed:
-            note(f"--{name} is now --{self.renamed[name]}")
-            name = self.renamed[name]
         if name not in flags:
             raise _unknown_option(f"--{name}", flags)
         return f"--{name}{equals}{value}"

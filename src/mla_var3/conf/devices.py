@@ -7,8 +7,7 @@ with plain numbers; what it leaves out is then taken from the shipped entry. A v
 neither published nor measured is left out: a missing key is an error where it is needed.
 
 Rates come in three kinds. Peak rates are the vendor's. Burst rates were measured over milliseconds
-on a cool card. Steady rates were measured over a second or more, at the power limit. The older
-spelling `sustained_...` of a burst rate is still read; an entry has one of both.
+on a cool card. Steady rates were measured over a second or more, at the power limit.
 """
 
 from __future__ import annotations
@@ -295,12 +294,7 @@ def _device(path: str, name: str, entry: object, shipped: DeviceSpec | None) -> 
     where = f"{path}: {name}"
     if not isinstance(entry, dict):
         raise InvalidArgumentError(where, "an object with one entry per key", _kind_of(entry))
-    burst = {key: re.sub("^sustained_", "burst_", key) for key in entry}
-    twice = [key for key in entry if burst[key] != key and burst[key] in entry]
-    if twice:
-        got = f"{burst[twice[0]]} as well, its newer name"
-        raise InvalidArgumentError(f"{where}: {twice[0]}", "one value of the rate", got)
-    entry = {burst[key]: raw for key, raw in entry.items()}
+    entry = dict(entry)
     aliases = entry.pop("aliases", None)
     if aliases is not None and not (
         isinstance(aliases, list) and all(isinstance(each, str) and each for each in aliases)

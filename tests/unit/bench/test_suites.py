@@ -67,7 +67,6 @@ def test_the_sweep_is_the_product_of_the_sizes():
     assert len({case.problem for case in cases_of("sweep", sizes=sizes)}) == 8
     with pytest.raises(InvalidArgumentError, match="s: expected some values"):
         BenchOptions(suite="sweep", sizes={"s": ()})
-    assert BenchOptions(suite="absorbed").suite == "latent"
 
 
 def test_special_versions_take_part_only_by_name():

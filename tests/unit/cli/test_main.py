@@ -188,19 +188,3 @@ def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     )
     assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
-
-
-@pytest.mark.parametrize(
-    ("argv", "old"),
-    [
-        (["predict", "--device=NVIDIA H200", "--s=1"], "--device"),
-        (["choose", "--device-name=NVIDIA H200", "--s=1"], "--device_name"),
-        (["plan", "--device_name=NVIDIA H200", "--budget=1GiB", "--json"], "--device_name"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_an_old_name_of_an_option_still_works(argv, old, capsys):
-    assert main(argv) == 0
-    captured = capsys.readouterr()
-    assert f"{old} is now --for_device" in captured.err
-    assert "H200" in captured.out

@@ -78,16 +78,12 @@ def test_facts_hang_together_and_have_a_source(name):
         assert value.kind == "measured" or not key.startswith(("burst", "steady"))
 
 
-def test_burst_falls_back_to_the_peak_and_says_so(table, write):
+def test_burst_falls_back_to_the_peak_and_says_so():
     h200, b200 = device_spec("H200"), device_spec("B200")
     assert h200.has_burst and h200.burst_rates("bfloat16") == (790.0, 4300.0)
     assert not b200.has_burst and b200.burst_rates("bfloat16") == b200.peak_rates("bfloat16")
     # A burst lasts milliseconds; the power limit decides what lasts.
     assert h200["steady_bfloat16_float32_tflops"] < h200.burst_tflops("bfloat16")
-    # The older name of a burst rate is still read.
-    entry = {key.replace("burst", "sustained"): raw for key, raw in table["NVIDIA H200"].items()}
-    old = load_devices(write({"NVIDIA H200": entry}))["NVIDIA H200"]
-    assert old.burst_rates("bfloat16") == h200.burst_rates("bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -150,11 +146,6 @@ def test_a_flat_entry_of_a_user_takes_the_rest_from_the_shipped_one(use):
         ("NVIDIA H200", {"peak_dram_bw": 1.0}, "did you mean 'peak_dram_bw_GBps'"),
         ("NVIDIA H200", {"sm_count": None}, "sm_count: expected a positive integer, got None"),
         ("NVIDIA H200", {"aliases": "H200"}, "aliases: expected a list of names"),
-        (
-            "NVIDIA H200",
-            {"burst_dram_bw_GBps": 4000.0, "sustained_dram_bw_GBps": 4100.0},
-            "sustained_dram_bw_GBps: expected one value of the rate, got burst_dram_bw_GBps as",
-        ),
         ("NVIDIA H200", [1], "expected an object with one entry per key"),
     ],
 )
