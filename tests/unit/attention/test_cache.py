@@ -1,6 +1,5 @@
-"""LatentCache: sizes, appending, dropping, paging, the ring, and many steps against lists."""
+"""LatentCache: sizes, appending, dropping, paging, the ring; many steps: `test_fork.py`, fuzz."""
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -313,87 +312,3 @@ def test_wrong_changes(change, message):
         change(cache)
     assert (held(cache), ring(cache)) == before
     assert before[0] == [[0, 1, 2], [1000, 1001, 1002]]
-
-
-@pytest.mark.parametrize(("page_size", "steps"), [(None, 400), (64, 1500)])
-def test_many_steps_of_speculative_decoding(page_size, steps):
-    """Append drafts, drop the rejected, evict: after every step the cache is what lists say."""
-    chance = random.Random(7)
-    generator = torch.Generator().manual_seed(7)
-    model = make_model(generator, 1, 2, K)
-    b, t, n, most = 3, 192, 6, 5
-    options = {} if page_size is None else {"page_size": page_size, "num_pages": 6}
-    cache = LatentCache.allocate(
-        b, t, k=K, p=P, dtype=torch.float32, heads=1, head_dim=2, window=n, **options
-    )
-    assert cache.window is not None
-    lists: list[list[torch.Tensor]] = [[] for _ in range(b)]
-    free_pages = 6
-    for step in range(steps):
-        action = chance.random()
-        if action < 0.03:
-            gone = chance.randrange(b)
-            cache.evict([gone])
-            lists[gone] = []
-        elif action < 0.45:
-            counts = [chance.randrange(most) for _ in range(b)]
-            refill = chance.random() < 0.5
-            weights = {"w_uk": model.w_uk, "w_uv": model.w_uv, "most": 3} if refill else {}
-            cache.truncate(torch.tensor(counts), **weights)
-            lists = [
-                rows_[: max(0, len(rows_) - c)] for rows_, c in zip(lists, counts, strict=True)
-            ]
-        else:
-            m = 150 if chance.random() < 0.08 else most
-            counts = [chance.randrange(m + 1) for _ in range(b)]
-            new = torch.randn(b, m, K + P, generator=generator)
-            taken = cache.append(
-                new[..., :K], new[..., K:], torch.tensor(counts), w_uk=model.w_uk, w_uv=model.w_uv
-            ).tolist()
-            assert taken == _expected_taken(counts, lists, t, page_size, free_pages)
-            for request, count in enumerate(taken):
-                lists[request] += list(new[request, :count])
-        lengths = [len(rows_) for rows_ in lists]
-        assert cache.lengths.tolist() == lengths
-        if page_size is not None and cache.pages is not None:
-            held_pages = sum(-(-length // page_size) for length in lengths)
-            free_pages = int(cache.pages.free_count)
-            assert free_pages == 6 - held_pages
-        if step % 10 == 0:
-            _require_contents(cache, lists, model.w_uk)
-
-
-def _expected_taken(
-    counts: list[int], lists: list[list[torch.Tensor]], t: int, page_size: int | None, free: int
-) -> list[int]:
-    taken, used = [], 0
-    for count, rows_ in zip(counts, lists, strict=True):
-        fits = len(rows_) + count <= t
-        if page_size is not None and fits:
-            need = -(-(len(rows_) + count) // page_size) - -(-len(rows_) // page_size)
-            used += need
-            fits = need == 0 or used <= free
-        taken.append(count if fits else 0)
-    return taken
-
-
-def _require_contents(
-    cache: LatentCache, lists: list[list[torch.Tensor]], w_uk: torch.Tensor
-) -> None:
-    assert cache.window is not None
-    view, n = cache.view(), cache.window.n
-    for request, tokens in enumerate(lists):
-        if not tokens:
-            continue
-        expected = torch.stack(tokens)
-        positions = torch.arange(len(tokens)).expand(view.requests, -1)
-        latent, rope = view.rows(positions)
-        assert torch.equal(torch.cat([latent, rope], -1)[request], expected)
-        start = int(cache.window.start[request])
-        assert max(0, len(tokens) - n) <= start <= len(tokens)
-        keys = torch.einsum("mk,hdk->mhd", expected[start:, :K], w_uk)
-        slots = torch.arange(start, len(tokens)) % n
-        torch.testing.assert_close(cache.window.k_new[request].transpose(0, 1)[slots], keys)
-        # The ring of rope keys, as appended, and as a view without one would gather it.
-        for rope_ring in (view.ring_rope(), replace(view, k_rope_new=None).ring_rope()):
-            assert torch.equal(rope_ring[request, slots], expected[start:, K:])
