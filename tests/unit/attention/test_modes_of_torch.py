@@ -53,7 +53,7 @@ def test_a_cache_of_inference_mode_is_used_outside(window, generator):
     model = make_model(generator)
     weights: dict[str, Any] = {"w_uk": model.w_uk, "w_uv": model.w_uv}
     with torch.inference_mode():
-        cache, rows = filled_cache(generator, [70, 9], model, page_size=64, window=window)
+        cache, _ = filled_cache(generator, [70, 9], model, page_size=64, window=window)
     more = normal(generator, 2, 2, model.sizes[2] + P, dtype=torch.float32)
     cache.append(more[..., :-P], more[..., -P:], **weights)
     cache.truncate([0, 1], **weights)
