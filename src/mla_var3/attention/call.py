@@ -268,6 +268,8 @@ def _shape_of(sizes: dict[str, Any]) -> CallShape:
     shape = CallShape(**sizes)
     if shape.causal and not shape.ragged and shape.s > shape.t:
         raise InvalidArgumentError("s", f"at most t={shape.t} (causal)", shape.s)
+    if shape.tree and not shape.causal:
+        raise InvalidArgumentError("tree", "False with causal=False", True)
     for name in ("window", "prefix", "shared", "prefix_copies"):
         if getattr(shape, name) > shape.t:
             expected = f"an integer from 0 to t={shape.t}"

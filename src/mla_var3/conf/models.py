@@ -74,7 +74,7 @@ class Model:
         return {"h": self.heads_per_rank(tp), **self.widths._asdict()}
 
 
-_WIDTH_KEYS: Final = {
+WIDTH_KEYS: Final = {
     "k": ("kv_lora_rank", "attention_kv_lora_dim"),
     "d": ("qk_nope_head_dim", "attention_qk_dim"),
     "p": ("qk_rope_head_dim", "attention_qk_rope_dim"),
@@ -133,22 +133,34 @@ def read_config(path: str | Path) -> Model:
         raise InvalidArgumentError(str(path), "a config in JSON", error) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError(str(path), "a JSON object", type(config).__name__)
-    nested = config.get("text_config")
-    if isinstance(nested, dict) and all(config.get(key) is None for key in _WIDTH_KEYS["k"]):
-        config = nested
-    heads = _number(path, config, ("num_attention_heads",), least=1)
+    config = text_config(config)
+    heads = config_number(path, config, ("num_attention_heads",), least=1)
     found: dict[str, int] = {}
-    for name, keys in _WIDTH_KEYS.items():
+    for name, keys in WIDTH_KEYS.items():
         if name == "v" and all(config.get(key) is None for key in keys):
-            hidden = _number(path, config, (*keys, "hidden_size"), least=heads)
+            hidden = config_number(path, config, (*keys, "hidden_size"), least=heads)
             found[name] = hidden // heads
         else:
-            found[name] = _number(path, config, keys, least=0 if name == "p" else 1)
+            found[name] = config_number(path, config, keys, least=0 if name == "p" else 1)
     return Model(str(path), Widths(**found), heads, str(path))
 
 
-def _number(path: str | Path, config: Mapping[str, Any], keys: tuple[str, ...], least: int) -> int:
-    """The first of the keys that the config has, an integer."""
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the text model: `text_config`, or all of it."""
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and all(config.get(key) is None for key in WIDTH_KEYS["k"]):
+        return nested
+    return config
+
+
+def config_number(
+    path: str | Path, config: Mapping[str, Any], keys: tuple[str, ...], least: int
+) -> int:
+    """The first of the keys that the config has, an integer.
+
+    Raises:
+        InvalidArgumentError: It has none of them, or something else there; names path and key.
+    """
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is None:
         raise InvalidArgumentError(

@@ -293,6 +293,8 @@ def flash_mla_with_kvcache(
         raise InvalidArgumentError("k_cache", f"pages of a multiple of {PAGE_STEP}", page_size)
     if kv_heads == 0 or h % kv_heads:
         raise InvalidArgumentError("k_cache", f"h_k that divides h={h}", kv_heads)
+    if fmt is not None and fmt.by_page and kv_heads > 1:
+        raise InvalidArgumentError("k_cache", f"h_k of 1 ({fmt.name})", kv_heads)
     config: dict[str, object] = {
         "b": b,
         "s": q.shape[1],

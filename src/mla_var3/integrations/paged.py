@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from mla_var3.attention import CacheView, explain, mla_latent_attention
+from mla_var3.attention.request.checks import INDEX_DTYPES, require_device, require_tensor
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
 from mla_var3.op.mla.cache_formats import BYTE_DTYPES, PER_TENSOR
+from mla_var3.op.mla.problem import require_int
 
 LATENT_WIDTH, ROPE_WIDTH = 512, 64
 """k and p of most models: DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash, LongCat."""
@@ -71,10 +73,18 @@ class Pages:
         if cache.dim() != 3 or cache.shape[-1] < k:
             shape = list(cache.shape)
             raise InvalidArgumentError("cache", f"[blocks, page, {k}+p]", shape)
+        require_int("k", k, minimum=1)
         if cache.dtype not in BYTE_DTYPES:
             return cls(cache[..., :k], cache[..., k:])
         parts = PER_TENSOR.parts(cache, k, cache.shape[-1] - k, scale)
         return cls(parts.latent, parts.rope, parts.scales)
+
+
+def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether a cache is another memory than the one that is known, or another view of it."""
+    return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
+        cache.data_ptr(), cache.shape, cache.stride(), cache.dtype,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -150,6 +160,8 @@ def paged_attention(
         return output.view(tokens, h, k), lse.view(tokens, h) if return_lse else None
     rows = slice(None)
     if not q_latent.is_cuda:  # PyTorch would write the rows that no request has
+        bounds = [("b+1", lengths.shape[0] + 1)]
+        require_tensor("query_start_loc", query_start_loc, bounds, INDEX_DTYPES, q_latent.device)
         out = q_latent.new_empty(q_latent.shape) if out is None else out
         rows = slice(int(query_start_loc[-1]))
     output, lse = mla_latent_attention(
@@ -199,6 +211,9 @@ def warm_up(
         batch_invariant: likewise.
         kernel: likewise.
     """
+    device = require_device(device)
+    require_int("h", h, minimum=1)
+    require_int("max_q", max_q, minimum=1)
     b = 2  # head-major queries of one token are token-major too
     few = range(1, min(max_q, -(-KERNEL_ROWS // h)) + 1)
 

@@ -174,8 +174,12 @@ def read_latents(path: Path) -> Latents:
     if latent is None or rope is None or latent.shape[0] != rope.shape[0] or not len(latent):
         raise InvalidArgumentError("rope", "as many tokens as latent, at least one", path)
     width = latent.shape[1] + rope.shape[1]
-    if queries is not None and queries.shape[1] != width:
-        raise InvalidArgumentError("queries", f"[rows, {width}]", list(queries.shape))
+    if queries is not None and (queries.shape[1] != width or not len(queries)):
+        expected = f"[rows, {width}], at least one row"
+        raise InvalidArgumentError("queries", expected, list(queries.shape))
+    for name, part in parts.items():
+        if part is not None and not bool(part.isfinite().all()):
+            raise InvalidArgumentError(name, "finite numbers", "NaN or infinity")
     return Latents(path.stem, latent, rope, queries)
 
 

@@ -1,5 +1,8 @@
 """LatentCache: sizes, appending, dropping, paging, the ring; many steps: `test_fork.py`, fuzz."""
 
+import copy
+import io
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +191,50 @@ def test_addresses_stay():
     cache.truncate([5, 6], **weights, most=6)
     cache.evict([0])
     assert [getattr(cache.view(), name).data_ptr() for name in names] == before
+
+
+def saved(cache: LatentCache) -> LatentCache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def pickled(cache: LatentCache) -> LatentCache:
+    return pickle.loads(pickle.dumps(cache))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("window_dtype", [None, "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "fp8_per_token", "fp8"])
+def test_a_copy_is_a_cache_of_its_own(dtype, window_dtype, copied, generator):
+    """Its views show its own buffer, also after both have changed."""
+    cache = LatentCache.allocate(
+        2, 128, k=16, p=8, dtype=dtype, page_size=64, window=128, window_dtype=window_dtype,
+        heads=H, head_dim=D,
+    )  # fmt: skip
+    weights = {"w_uk": torch.randn(H, D, 16), "w_uv": torch.randn(H, 16, D)}
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+
+    def some(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randn(2, count, width).bfloat16() for width in (16, 8))  # type: ignore[return-value]
+
+    cache.append(*some(70), **weights)
+    other = copied(cache)
+    more = some(5)
+    for one in (cache, other):
+        one.append(*more, **weights)
+        one.truncate([1, 2])
+    assert other.view().ring_whole is cache.view().ring_whole is (window_dtype is None)
+    before = [part.float().clone() for part in cache.view().tile(0, 128)]
+    for found, expected in zip(other.view().tile(0, 128), before, strict=True):
+        assert torch.equal(found.float(), expected)
+    ring, held = other.window, cache.window
+    assert ring is not None and held is not None
+    assert torch.equal(ring.k_new.float(), held.k_new.float())
+    other.append(*some(1), **weights)
+    assert other.lengths.tolist() == [75, 74] and cache.lengths.tolist() == [74, 73]
+    assert torch.equal(cache.view().tile(0, 128)[0].float(), before[0])
 
 
 def ring(cache: LatentCache) -> list[dict[int, float]]:

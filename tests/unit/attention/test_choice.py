@@ -139,6 +139,8 @@ def test_sizes_are_checked():
         mla_var3.explain(b=1, s=1, t=1)
     with pytest.raises(InvalidArgumentError, match="s: expected a positive integer, got 0"):
         mla_var3.explain(b=1, s=0, t=1, h=1)
+    with pytest.raises(InvalidArgumentError, match="tree: expected False with causal=False"):
+        mla_var3.explain(b=1, s=1, t=1, h=1, tree=True, causal=False)
     with pytest.raises(UnknownNameError, match="unknown device 'H205'"):
         mla_var3.explain(**SIZES, device_name="H205")
 

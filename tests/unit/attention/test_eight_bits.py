@@ -286,8 +286,16 @@ def test_scales_that_the_copy_engine_cannot_read(generator):
         assert found.shape.aligned is aligned
 
 
-def test_compiled_append_and_attention(model, generator):
-    cache = LatentCache.allocate(2, 64, k=K, p=P, dtype="fp8_per_token")
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "backend"),
+    [
+        (torch.bfloat16, None, "eager"),
+        ("fp8_per_token", 64, "aot_eager"),
+        ("fp8_ds_mla", None, "aot_eager"),
+    ],
+)
+def test_compiled_append_and_attention(dtype, page_size, backend, model, generator):
+    cache = LatentCache.allocate(2, 64, k=K, p=P, dtype=dtype, page_size=page_size)
     rows = normal(generator, 2, 3, K + P, dtype=torch.bfloat16)
     q_nope, q_rope = queries(generator, 2, 3)
 
@@ -298,7 +306,8 @@ def test_compiled_append_and_attention(model, generator):
     expected = step(rows, q_nope)
     cache.truncate([3, 3])
     cache.buffer.zero_()
-    found = torch.compile(step, backend="eager")(rows, q_nope)
+    torch.compiler.reset()  # the same function was compiled for other caches
+    found = torch.compile(step, backend=backend, fullgraph=True)(rows, q_nope)
     torch.testing.assert_close(found, expected)
 
 

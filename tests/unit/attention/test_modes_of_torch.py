@@ -48,6 +48,21 @@ def results(
     return [*found, cache.buffer, *rings]
 
 
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_cache_of_inference_mode_is_used_outside(window, generator):
+    model = make_model(generator)
+    weights: dict[str, Any] = {"w_uk": model.w_uk, "w_uv": model.w_uv}
+    with torch.inference_mode():
+        cache, _ = filled_cache(generator, [70, 9], model, page_size=64, window=window)
+    more = normal(generator, 2, 2, model.sizes[2] + P, dtype=torch.float32)
+    cache.append(more[..., :-P], more[..., -P:], **weights)
+    cache.truncate([0, 1], **weights)
+    cache.evict([0])
+    assert cache.lengths.tolist() == [0, 10]
+    first = cache.view().tile(0, 64)[0][1, 9]
+    assert torch.equal(first, more[1, 0, :-P])
+
+
 def test_decompressed_prefixes_keep_no_graph(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [100, 100], model, page_size=64)

@@ -123,6 +123,32 @@ def test_models_that_are_not_served(machine, capsys, tmp_path, changes, reason):
     assert reason in found["findings"][-1]["advice"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_lora_rank": None, "attention_kv_lora_dim": 512, "qk_rope_head_dim": None,
+         "attention_qk_rope_dim": 64},
+        {"text_config": ["of something else"]},
+        {"text_config": {"num_attention_heads": 7}},
+    ],
+    ids=["openpangu", "no nested model", "the outer model"],
+)  # fmt: skip
+def test_configs_of_all_kinds_are_read(machine, capsys, tmp_path, changes):
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
+    code, found = report(capsys, "--model", str(write_model(tmp_path, **changes)))
+    assert code == 0
+    assert found["findings"][-1]["found"] == "deepseek_v3, cache rows of 512+64, 128 heads per GPU"
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "qk_rope_head_dim", "num_attention_heads"])
+@pytest.mark.parametrize("value", ["many", [64], 64.5, -1, True])
+def test_a_config_with_a_wrong_number(machine, capsys, tmp_path, key, value):
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
+    assert main(["doctor", "--model", str(write_model(tmp_path, **{key: value}))]) == 2
+    shown = capsys.readouterr().err
+    assert f"config.json: {key}: expected an integer >= " in shown and repr(value) in shown
+
+
 def test_bad_options_name_themselves(machine, capsys, tmp_path):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
     model = str(write_model(tmp_path))
@@ -131,7 +157,7 @@ def test_bad_options_name_themselves(machine, capsys, tmp_path):
     for arguments, name in (
         (["--model", "nowhere"], "--model"),
         (["--model", f"{tmp_path}/list.json"], "--model"),
-        (["--model", str(headless)], "--model"),
+        (["--model", str(headless)], f"--model: {headless}/config.json: num_attention_heads"),
         (["--model", model, "--tp=3"], "--tp"),
         (["--tp=0"], "--tp"),
     ):

@@ -178,6 +178,11 @@ def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             InvalidArgumentError,
             "descale_q: expected a tensor of one element, got float",
         ),
+        (
+            {"is_fp8_kvcache": True, "k_cache": pages(64, 2, 84, dtype=torch.uint8)},
+            InvalidArgumentError,
+            r"k_cache: expected h_k of 1 \(fp8_per_token\), got 2",
+        ),
         ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits: expected None"),
         (
             {"tile_scheduler_metadata": 3},

@@ -151,6 +151,37 @@ def test_what_is_refused(packed, changes, message):
         batch.attend(**uniform, **changes)
 
 
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        (torch.tensor([], dtype=torch.int32), r"query_start_loc: expected \[b\+1=3\], got \[0\]"),
+        ([0, 1, 2], r"query_start_loc: expected a tensor \[b\+1=3\], got list"),
+        (torch.tensor([0.0, 1.0, 2.0]), "query_start_loc: expected dtype torch.int32"),
+    ],
+)
+def test_wrong_starts_of_queries(starts, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Batch([1, 1], [65, 7]).attend(query_start_loc=starts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"h": 0}, "h: expected a positive integer, got 0"),
+        ({"max_q": 0}, "max_q: expected a positive integer, got 0"),
+        ({"device": "nothing"}, "device: expected a device of this machine"),
+    ],
+)
+def test_warm_up_of_nothing(sizes, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        paged.warm_up(**{"h": 16, "max_q": 1, "device": "cpu", **sizes})
+
+
+def test_the_latent_width_of_pages():
+    with pytest.raises(InvalidArgumentError, match="k: expected a positive integer, got -1"):
+        paged.Pages.of(torch.zeros(2, 64, 576), -1)
+
+
 def test_the_scale_of_pages_is_a_tensor():
     cache = torch.zeros(2, 64, 576, dtype=torch.uint8)
     with pytest.raises(InvalidArgumentError, match="scale: expected one float32 .* got float"):

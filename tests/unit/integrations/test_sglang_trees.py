@@ -95,6 +95,20 @@ def test_a_decode_step_with_and_without_rope(backend, generator, p, apart):
         )
 
 
+def test_the_views_of_an_8_bit_cache_are_kept(backend):
+    """SGLang makes a new view of it in every call; another pool is another cache."""
+    pool = torch.zeros((128, 1, 576), dtype=torch.uint8)
+    backend.k, backend._layers = 512, {}
+    backend.token_to_kv_pool = SimpleNamespace(
+        get_key_buffer=lambda layer: pool.view(torch.float8_e4m3fn)
+    )
+    layer = SimpleNamespace(layer_id=0, k_scale=None)
+    known = backend._pages(layer)
+    assert backend._pages(layer) is known
+    pool = torch.zeros_like(pool)
+    assert backend._pages(layer).latent.data_ptr() == pool.data_ptr()
+
+
 def test_more_requests_than_the_buffer_has(backend, generator):
     """Then the mask over drafts alone is a tensor of its own, not the backend's buffer."""
     wanted = trees(generator, 5)

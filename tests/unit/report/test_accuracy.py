@@ -82,6 +82,14 @@ def test_a_kernel_has_columns_of_its_own(generator):
             {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2), "queries": torch.ones(1, 5)},
             r"queries: expected \[rows, 6\]",
         ),
+        (
+            {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2), "queries": torch.ones(0, 6)},
+            r"queries: expected \[rows, 6\], at least one row",
+        ),
+        (
+            {"latent": torch.full((1, 4), torch.nan), "rope": torch.ones(1, 2)},
+            "latent: expected finite numbers",
+        ),
     ],
 )
 def test_wrong_files(contents, message, tmp_path):

@@ -7,6 +7,7 @@ The latent cache always holds every token, so a kernel that reads no copy loses 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.window.packed import PackedWindow, quantise_tokens
+from mla_var3.op.mla.window.quantise import E4M3
 from mla_var3.op.product import product
 
 
@@ -34,6 +36,11 @@ def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) ->
         rows = rows.view(torch.uint8)
     places = torch.where(targets, torch.arange(targets.shape[0], device=targets.device), source)
     rows.index_copy_(0, places, rows[source].expand_as(rows))
+
+
+def _as_bytes(part: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+    """A tensor of one dtype with 8 bits as another; anything else as it is."""
+    return part.view(wanted) if isinstance(part, torch.Tensor) and part.dtype is given else part
 
 
 class Window:
@@ -76,6 +83,16 @@ class Window:
         self.dtype = dtype
         self.k_rope_new = torch.zeros((b, n, p), dtype=dtype, device=device)
         self.start = torch.zeros((b,), dtype=torch.int32, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied: as bytes where pickle does not know the dtype."""
+        return {name: _as_bytes(part, E4M3, torch.uint8) for name, part in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The ring, its bytes as what they are."""
+        vars(self).update(
+            {name: _as_bytes(part, torch.uint8, E4M3) for name, part in state.items()}
+        )
 
     @property
     def n(self) -> int:

@@ -38,7 +38,7 @@ class CacheKernels:
 
     def __init__(self, shape: CacheShape, storage: Storage) -> None:
         """Find out which kernels serve a cache on its device."""
-        self._shape = shape
+        self._shape, self._storage = shape, storage
         self._parts: tuple[torch.Tensor, Parts] | None = None
         self._launched: set[tuple[object, ...]] = set()
         self._failed: set[object] = set()
@@ -46,6 +46,10 @@ class CacheKernels:
         self.pages = self.rows = False
         if capability >= LEAST_CAPABILITY:
             self.serve(float8=capability >= FLOAT8_CAPABILITY, fp8=storage.format is not None)
+
+    def __reduce__(self) -> tuple[type[CacheKernels], tuple[CacheShape, Storage]]:
+        """What is pickled or copied: launches and views are found again."""
+        return CacheKernels, (self._shape, self._storage)
 
     def serve(self, *, float8: bool, fp8: bool) -> None:
         """Use kernels where they serve the sizes of the cache.

@@ -9,6 +9,7 @@ took, `check` asks the device and raises. On a GPU kernels append and drop token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -61,12 +62,11 @@ class LatentCache:
         self.index = CacheIndex(shape, storage)
         self.lengths, self.refused = self.index.lengths, self.index.refused
         self.pages = self.index.pages
-        b, device = shape.b, storage.buffer.device
-        head = (shape.head_dim, shape.value_dim, shape.p, storage.dtype, device)
+        head = (shape.head_dim, shape.value_dim, shape.p, storage.dtype, storage.buffer.device)
         self.window: Window | None = None
         if shape.window:
-            fp8 = shape.window_form is FP8
-            self.window = Window(b, shape.heads, shape.window, *head, fp8=fp8)
+            fp8 = shape.window_form == FP8
+            self.window = Window(shape.b, shape.heads, shape.window, *head, fp8=fp8)
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
         self._ring_truncated = False
@@ -125,7 +125,18 @@ class LatentCache:
             window_dtype=window_dtype, prefix=prefix, heads=heads, head_dim=head_dim,
             value_dim=head_dim if value_dim is None else value_dim, budget_bytes=budget_bytes,
         )  # fmt: skip
-        return cls(shape, Storage(shape, stored, require_device(device), scale))
+        # Tensors made in inference mode could not be changed outside of it.
+        with torch.inference_mode(False):
+            return cls(shape, Storage(shape, stored, require_device(device), scale))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied: without the views, which would come back apart from it."""
+        return {name: part for name, part in vars(self).items() if name != "kept_view"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The cache with views of its own buffer."""
+        vars(self).update(state)
+        self.kept_view = self._made_view()
 
     # -- the tensors ------------------------------------------------------------------------------
 
@@ -158,7 +169,7 @@ class LatentCache:
     def _has_whole_copy(self) -> bool:
         """Whether the ring has a slot for every token, so that no change makes it lack one."""
         shape = self._shape
-        return shape.window == shape.t and not shape.prefix and shape.window_form is not FP8
+        return shape.window == shape.t and not shape.prefix and shape.window_form != FP8
 
     def _made_view(self) -> CacheView:
         window, prefix, parts = self.window, self.prefix, self.storage.parts()
@@ -203,8 +214,7 @@ class LatentCache:
         """
         if self.prefix is None:
             raise InvalidArgumentError("prefix", "a cache allocated with prefix > 0", 0)
-        length = ("prefix", self.prefix.length)
-        self._require_rows(latent, rope, [length])
+        self._require_rows(latent, rope, [("prefix", self.prefix.length)])
         self._require_weights(w_uk, w_uv)
         slots = torch.arange(self.prefix.length, device=latent.device)
         every = torch.ones_like(slots, dtype=torch.bool)
@@ -399,8 +409,7 @@ class LatentCache:
             raise UnsupportedError(
                 f"cache: expected space for every token, got {sum(refused)} refused "
                 f"(by request: {which}); {self.sizes().tokens} tokens fit altogether, "
-                f"{self._shape.t} per request; evict these requests, or reset the counts with "
-                "read_refused"
+                f"{self._shape.t} per request; evict them, or reset the counts with read_refused"
             )
 
     # -- parts ------------------------------------------------------------------------------------

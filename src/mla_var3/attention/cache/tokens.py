@@ -5,8 +5,7 @@ Shapes are fixed and nothing is read back, so a CUDA graph can capture everythin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,7 +55,7 @@ def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
     return TokenRows(requests, offsets, valid, counts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class NewTokens:
     """Tokens to append, by request.
 
@@ -71,6 +70,7 @@ class NewTokens:
     counts: torch.Tensor | None
     bounds: torch.Tensor | None
     device: torch.device
+    _rows: TokenRows | None = field(default=None, init=False, repr=False)
 
     @property
     def given(self) -> torch.Tensor | None:
@@ -82,9 +82,15 @@ class NewTokens:
         """Host-side bound on the tokens of a request."""
         return self.leading[-1][1] or 0
 
-    @cached_property
+    @property
     def rows(self) -> TokenRows:
         """Request and place of each row; torch needs them, the kernels do not."""
+        # No `cached_property`: it locks in Python 3.11, which a compiled program cannot.
+        if self._rows is None:
+            self._rows = self._found_rows()
+        return self._rows
+
+    def _found_rows(self) -> TokenRows:
         if self.bounds is not None:
             return ragged_rows(self.bounds, self.most)
         counts = None if self.counts is None else self.counts.long()

@@ -21,7 +21,7 @@ from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixCopy, PrefixGroups
 from mla_var3.attention.prefix.layout import require_groups
-from mla_var3.attention.request.checks import inference
+from mla_var3.attention.request.checks import FLOAT_DTYPES, inference, require_tensor
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
@@ -50,6 +50,11 @@ def decompress_prefixes(
     require_groups(groups, view)
     if groups.levels != 1:
         raise InvalidArgumentError("groups", "one level of prefixes", f"{groups.levels} levels")
+    stored = FLOAT_DTYPES if view.scales is not None else [view.latent.dtype]
+    k, device = ("k", view.latent.shape[-1]), view.latent.device
+    require_tensor("w_uk", w_uk, [("h", None), ("d", None), k], stored, device)
+    shape = [("h", w_uk.shape[0]), k, ("v", None)]
+    require_tensor("w_uv", w_uv, shape, [w_uk.dtype], device)
     page, tokens = view.page_size or PAGE_STEP, groups.prefix_length[0].tolist()
     held, copies = view.lengths.tolist(), []
     for group, (first, last) in _spans(groups).items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mla_var3.attention.prefix.groups import LEVELS, PrefixGroups
+from mla_var3.attention.request.checks import require_device
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import require_int
 
@@ -75,6 +76,7 @@ def find_shared_prefixes(
     require_int("levels", levels, minimum=1, maximum=LEVELS)
     require_int("page_size", page_size, minimum=1)
     require_int("queries", queries, minimum=0)
+    device = require_device(device)
     if groups is not None:
         require_int("groups", groups, minimum=1)
     try:
@@ -92,7 +94,7 @@ def find_shared_prefixes(
         raise InvalidArgumentError(
             "block_table", "rows of page numbers, and `lengths` one number of tokens per row", error
         ) from error
-    _, chosen = _best(_runs([keys[request] for request in order]), 0, levels)
+    chosen = _best(_runs([keys[request] for request in order]), levels)
     if groups is not None:
         chosen = [sorted(level, key=lambda one: -one[0].saves(one[1]))[:groups] for level in chosen]
     return _groups(chosen, order, page_size, groups, device, sum(counts))
@@ -127,32 +129,104 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return min(len(one), len(other))
 
 
-def _best(runs: Sequence[_Run], start: int, levels: int) -> tuple[int, list[list[_Shared]]]:
-    """What saves most of the pages behind `start`: how many, and per level what is shared.
+def _best(runs: Sequence[_Run], levels: int) -> list[list[_Shared]]:
+    """What to share at each level so that most reads are saved, in the order of the runs.
 
-    At each level a run is taken, with what its inner runs save at the next level, or its inner runs
-    are taken instead.
+    A run is taken, with what the runs inside of it save at the next level, or the runs inside of it
+    are considered instead.
     """
-    if levels == 0:
-        return 0, []
-    best: list[tuple[int, list[list[_Shared]]]] = []  # of each run and those inside of it
-
-    def outermost(begin: int, end: int) -> tuple[int, list[list[_Shared]]]:
-        chosen: list[list[_Shared]] = [[] for _ in range(levels)]
-        saved, place = 0, end - 1
-        while place >= begin:
-            saved += best[place][0]
-            chosen = [[*more, *found] for more, found in zip(best[place][1], chosen, strict=True)]
-            place -= runs[place].inner + 1
-        return saved, chosen
-
+    saved: list[int] = []  # of each run and those inside of it
+    taken: list[bool] = []  # whether the run itself is shared
+    last: list[_LastLevel] = []
     for place, run in enumerate(runs):
-        first = place - run.inner
-        saved, below = _best(runs[first:place], run.pages, levels - 1)
-        taken = run.saves(start) + saved, [[(run, start)], *below]
-        apart = outermost(first, place)
-        best.append(taken if taken[0] >= apart[0] else apart)
-    return outermost(0, len(runs))
+        inside = list(_outermost(runs, place - run.inner, place))
+        below = 0
+        if levels > 1:
+            last.append(_LastLevel.of(run, [last[inner] for inner in inside]))
+            below = last[-1].below
+        alone, apart = run.saves(0) + below, sum(saved[inner] for inner in inside)
+        saved.append(max(alone, apart))
+        taken.append(alone >= apart)
+    first = list(_outermost(runs, 0, len(runs), taken.__getitem__))[::-1]
+    chosen = [[(runs[place], 0) for place in first]]
+    if levels > 1:
+        chosen.append([])
+    for place in first if levels > 1 else ():
+        run, start = runs[place], runs[place].pages
+        inner = _outermost(runs, place - run.inner, place, lambda at: start <= last[at].latest)  # noqa: B023
+        chosen[1] += [(runs[at], start) for at in list(inner)[::-1]]
+    return chosen
+
+
+def _outermost(
+    runs: Sequence[_Run], begin: int, end: int, taken: Callable[[int], bool] = lambda _: True
+) -> Iterator[int]:
+    """The runs `begin..end-1` that are taken and inside of no other one that is; the last first."""
+    place = end - 1
+    while place >= begin:
+        if taken(place):
+            yield place
+            place -= runs[place].inner
+        place -= 1
+
+
+@dataclass
+class _LastLevel:
+    """What a run and those inside of it save at the last level, by the pages before them.
+
+    Behind x pages that is a number a + b * x, with other a and b from some x on. A run loses more
+    with x than those inside of it together, so it is taken up to some x, and they are from there
+    on. That way a chain of runs, each inside of the next, needs no search at each of its starts.
+
+    Attributes:
+        a, b: from x = 0 on.
+        changes: x, and what is added to a and b from there on; ascending.
+        last_a, last_b: behind all changes.
+        latest: largest x with which the run is taken, -1 for none.
+        below: what those inside of the run save behind it.
+    """
+
+    a: int
+    b: int
+    changes: list[tuple[int, int, int]]
+    last_a: int
+    last_b: int
+    latest: int = -1
+    below: int = 0
+
+    @classmethod
+    def of(cls, run: _Run, inside: Sequence[_LastLevel]) -> _LastLevel:
+        """Of a run, and the outermost of those inside of it."""
+        changes = inside[0].changes if len(inside) == 1 else []
+        if len(inside) > 1:
+            changes = sorted(change for inner in inside for change in inner.changes)
+        found = cls(
+            sum(inner.a for inner in inside), sum(inner.b for inner in inside), changes,
+            sum(inner.last_a for inner in inside), sum(inner.last_b for inner in inside),
+        )  # fmt: skip
+        while changes and changes[-1][0] > run.pages:  # nobody asks beyond
+            _, more_a, more_b = changes.pop()
+            found.last_a, found.last_b = found.last_a - more_a, found.last_b - more_b
+        found.below = found.last_a + found.last_b * run.pages
+        found._take(run.saves(0), run.last - run.first, run.pages)
+        return found
+
+    def _take(self, most: int, step: int, pages: int) -> None:
+        """Take the run, which saves `most - step * x`, as long as it saves no less."""
+        a, b, passed = self.a, self.b, 0
+        for x, more_a, more_b in self.changes:
+            if most - step * x < a + more_a + (b + more_b) * x:
+                break
+            a, b, passed = a + more_a, b + more_b, passed + 1
+        end = self.changes[passed][0] - 1 if passed < len(self.changes) else pages
+        if b + step:
+            end = min(end, (most - a) // (b + step))
+        if end < 0:
+            return
+        self.a, self.b, self.latest = most, -step, end
+        self.changes[:passed] = [(end + 1, a - most, b + step)]
+        if end == pages:
+            self.changes, self.last_a, self.last_b = [], most, -step
 
 
 def _groups(
@@ -167,15 +241,20 @@ def _groups(
     if bound is None:
         chosen = [level for level in chosen if level]
     b, count = len(order), bound or max((len(level) for level in chosen), default=1)
-    of = torch.full((len(chosen), b), -1, dtype=torch.int32, device="cpu")
-    tokens = torch.zeros((len(chosen), count), dtype=torch.int32, device="cpu")
+    # Lists: to write single numbers into a tensor takes torch microseconds each.
+    group_of, lengths = ([[empty] * size for _ in chosen] for empty, size in ((-1, b), (0, count)))
     shared, most = 0, 1
     for level, runs in enumerate(chosen):
         found = [(sorted(order[run.first : run.last + 1]), run.pages - at) for run, at in runs]
         for group, (members, pages) in enumerate(sorted(found)):
-            of[level, members] = group
-            tokens[level, group] = pages * page_size
+            for member in members:
+                group_of[level][member] = group
+            lengths[level][group] = pages * page_size
             shared, most = shared + len(members) * pages * page_size, max(most, len(members))
+    of, tokens = (
+        torch.tensor(numbers, dtype=torch.int32, device="cpu").view(len(chosen), size)
+        for numbers, size in ((group_of, b), (lengths, count))
+    )
     ranks = torch.where(of < 0, count, of)
     return PrefixGroups(
         of.to(device),

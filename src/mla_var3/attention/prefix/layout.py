@@ -308,6 +308,10 @@ def _empty_each(
 
 def require_groups(groups: PrefixGroups, view: CacheView) -> None:
     """Require groups of the cache's requests, and a cache that can be read in pages."""
+    if not isinstance(groups, PrefixGroups):
+        raise InvalidArgumentError("groups", "PrefixGroups", type(groups).__name__)
+    if not isinstance(view, CacheView):
+        raise InvalidArgumentError("cache", "a LatentCache or a CacheView", type(view).__name__)
     shape = [("levels", None), ("b", view.requests)]
     require_tensor("prefix_of", groups.prefix_of, shape, INDEX_DTYPES, view.lengths.device)
     if not is_pageable(view):

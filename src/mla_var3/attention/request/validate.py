@@ -9,6 +9,7 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.groups import DecompressedPrefixes
 from mla_var3.attention.prefix.layout import (
     Prefix,
     PrefixLayout,
@@ -194,6 +195,20 @@ def _require_decompressed(
             require_tensor("cache.window_start", start, rows, [torch.int32], device)
 
 
+def _require_copies(
+    prefix: DecompressedPrefixes, q_nope: torch.Tensor, q_rope: torch.Tensor, v: tuple[str, int]
+) -> None:
+    """Checks that the decompressed prefixes are of the heads and widths of the call."""
+    h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
+    dtypes, device = [q_nope.dtype], q_nope.device
+    for number, copy in enumerate(prefix.copies):
+        name, tokens = f"prefix.copies[{number}]", ("tokens", copy.tokens)
+        require_tensor(f"{name}.keys", copy.keys, [h, tokens, d], dtypes, device)
+        require_tensor(f"{name}.values", copy.values, [h, tokens, v], dtypes, device)
+        shape = [tokens, ("p", q_rope.shape[-1])]
+        require_tensor(f"{name}.rope", copy.rope, shape, dtypes, device)
+
+
 def _task(
     q: torch.Tensor,
     q_rope: torch.Tensor,
@@ -254,6 +269,8 @@ def _task(
     prefix = None if options.prefix is None else sharing(options.prefix)
     if prefix is not None:
         require_groups(groups_in(prefix), view)
+    if isinstance(prefix, DecompressedPrefixes) and w_uk is not None:
+        _require_copies(prefix, q, q_rope, ("v", out_width))
     if isinstance(prefix, PrefixLayout) and options.lengths is not None:
         raise InvalidArgumentError(
             "lengths", "none beside a PrefixLayout, which holds them", "some"

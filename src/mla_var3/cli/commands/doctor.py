@@ -16,6 +16,7 @@ from typing import Any
 
 from mla_var3.cli.arguments import Parser, ValueType
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, print_json, print_table, say
+from mla_var3.conf.models import WIDTH_KEYS, config_number, text_config
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS, LatentWidths, served_widths
 from mla_var3.runtime.environment import environment, installed, version_numbers
@@ -187,19 +188,20 @@ def _model(folder: Path, tp: int) -> list[Finding]:
         raise InvalidArgumentError("--model", "a folder with config.json", str(error)) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
-    config = config.get("text_config") or config
+    config = text_config(config)
     kind = str(config.get("model_type", "unknown"))
-    k, p = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
-    if k is None:
+    if all(config.get(key) is None for key in WIDTH_KEYS["k"]):
         return [Finding("model", kind, "refused", "no latent attention (kv_lora_rank)")]
-    found = f"{kind}, cache rows of {k}+{p}"
+    name = f"--model: {path}"
+    rope = any(config.get(key) is not None for key in WIDTH_KEYS["p"])
+    p = config_number(name, config, WIDTH_KEYS["p"], least=0) if rope else 0
+    widths = LatentWidths(config_number(name, config, WIDTH_KEYS["k"], least=1), p)
+    found = f"{kind}, cache rows of {widths.k}+{widths.p}"
     if config.get("index_topk") is not None:
         return [Finding("model", found, "refused", "sparse attention; the kernel is dense")]
-    if LatentWidths(int(k), int(p or 0)) not in LATENT_WIDTHS:
+    if widths not in LATENT_WIDTHS:
         return [Finding("model", found, "refused", f"the kernel serves (k, p) = {served_widths()}")]
-    heads = int(config.get("num_attention_heads") or 0)
-    if not heads:
-        raise InvalidArgumentError("--model", "a config.json with num_attention_heads", "none")
+    heads = config_number(name, config, ("num_attention_heads",), least=1)
     if heads % tp:
         raise InvalidArgumentError("--tp", f"a divisor of the model's {heads} heads", tp)
     findings = [Finding("model", f"{found}, {heads // tp} heads per GPU", "ok")]

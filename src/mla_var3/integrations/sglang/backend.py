@@ -271,7 +271,8 @@ class HyperMLABackend(AttentionBackend):
     def _pages(self, layer: Any) -> paged.Pages:
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         known = self._layers.get(layer.layer_id)
-        if known is None or known[0] is not rows:
+        # SGLang makes a new view of an 8-bit cache in every call.
+        if known is None or (known[0] is not rows and paged.moved(known[0], rows)):
             whole = rows.shape[0] // self.page_size * self.page_size
             cache = rows[:whole].view(-1, self.page_size, rows.shape[-1])
             scale = getattr(layer, "k_scale", None) if cache.dtype is E4M3 else None

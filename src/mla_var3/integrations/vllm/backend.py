@@ -298,19 +298,16 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
     def _pages_of(self, cache: torch.Tensor, layer: Any) -> paged.Pages:
         """The views of the layer's cache. vLLM makes a new view of an 8-bit cache in every call."""
         known = self._cache
-        if self._pages is None or known is None or (known is not cache and _moved(known, cache)):
+        if (
+            self._pages is None
+            or known is None
+            or (known is not cache and paged.moved(known, cache))
+        ):
             self._cache = cache
             eight_bits = cache.dtype.itemsize == 1
             scale = layer._k_scale.reshape(1) if eight_bits else None
             self._pages = paged.Pages.of(cache, self.kv_lora_rank, scale)
         return self._pages
-
-
-def _moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Whether a cache is another memory than the one that is known, or another view of it."""
-    return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
-        cache.data_ptr(), cache.shape, cache.stride(), cache.dtype,
-    )  # fmt: skip
 
 
 def forget_caches(vllm_config: Any, layer_names: list[str]) -> None:

@@ -130,8 +130,9 @@ class CacheFormat:
                 raise InvalidArgumentError(
                     "pages", f"contiguous pages of a multiple of 4 tokens ({self.name})", page
                 )
-            # as_strided and not flatten: pages may be spaced out, as in an engine's pool.
-            flat = raw.as_strided((pages, page * row), (raw.stride(0), 1))
+            # Pages may be spaced out, as in an engine's pool. Not by as_strided, through which no
+            # compiled program may write.
+            flat = raw.view(pages, page * row)
             ends = (page * k, page * (k + p * self.rope_dtype.itemsize))
             latent = flat[:, : ends[0]].view(pages, page, k)
             rope = flat[:, ends[0] : ends[1]].view(self.rope_dtype).view(pages, page, p)

@@ -120,6 +120,37 @@ def test_what_cannot_be_decompressed(generator):
     assert decompress_prefixes(longer, batch.cache, *weights).copies == ()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": None}, "groups: expected PrefixGroups, got NoneType"),
+        ({"cache": (1, 2)}, "cache: expected a LatentCache or a CacheView, got tuple"),
+        ({"w_uk": torch.zeros(H, D, K + 1)}, r"w_uk: expected \[h, d, k=8\], got \[2, 6, 9\]"),
+        ({"w_uv": torch.zeros(H + 1, K, D)}, r"w_uv: expected \[h=2, k=8, v\], got"),
+        ({"w_uv": torch.zeros(H, K, D).half()}, "w_uv: expected dtype torch.float32"),
+        ({"w_uk": None}, r"w_uk: expected a tensor \[h, d, k=8\], got NoneType"),
+    ],
+)
+def test_wrong_weights_groups_and_caches(changes, message, generator):
+    batch, model = make_batch(generator, LENGTHS, PREFIXES, paged=True), make_model(generator)
+    given = {"groups": GROUPS, "cache": batch.cache, "w_uk": model.w_uk, "w_uv": model.w_uv}
+    with pytest.raises(InvalidArgumentError, match=message):
+        decompress_prefixes(**given | changes)
+
+
+def test_copies_of_other_heads_are_refused(generator):
+    """A kernel would read behind their end."""
+    batch, model = make_batch(generator, LENGTHS, PREFIXES, paged=True), make_model(generator)
+    for weights, message in (
+        ({"h": H - 1}, r"prefix.copies\[0\].keys: expected \[h=2, tokens=128, d=6\], got \[1, "),
+        ({"d": D - 2}, r"prefix.copies\[0\].keys: .* got \[2, 128, 4\]"),
+    ):
+        other = make_model(generator, k=K, **weights)
+        copies = decompress_prefixes(GROUPS, batch.cache, other.w_uk, other.w_uv)
+        with pytest.raises(InvalidArgumentError, match=message):
+            call(batch, generator, copies, model)
+
+
 def test_the_way_of_large_groups_is_decompressed():
     """On an H200, 128 heads: at 256 query tokens per group, not at 32."""
 
