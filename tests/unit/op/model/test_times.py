@@ -72,7 +72,9 @@ def test_equal_requests_are_not_walked_through(spec, monkeypatch):
 
     monkeypatch.setattr(MlaProblem, "kv_lengths", property(walked))
     assert equal == design_estimates(small, spec)
-    assert all(each.call_us > 0 for each in design_estimates(replace(small, b=2**20), spec).values())
+    assert all(
+        each.call_us > 0 for each in design_estimates(replace(small, b=2**20), spec).values()
+    )
 
 
 SHORT_US = 55
