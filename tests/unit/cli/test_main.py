@@ -204,3 +204,11 @@ def test_an_old_name_of_an_option_still_works(argv, old, capsys):
     captured = capsys.readouterr()
     assert f"{old} is now --for_device" in captured.err
     assert "H200" in captured.out
+
+
+def test_a_clone_under_an_id_of_another_language_says_so(capsys):
+    assert main(["clone", "mla_var6_plus_v2", "v5", "--dry_run"]) == 0
+    said = "mla_var6_plus_v5 exists in cute-dsl: an id means one idea in every language"
+    assert said in capsys.readouterr().err
+    assert main(["clone", "mla_var6_plus_v2", "v990", "--dry_run"]) == 0
+    assert "exists" not in capsys.readouterr().err
