@@ -115,7 +115,7 @@ def ctas_per_sm(report: CompileReport) -> int:
     threads = report.threads or 1
     return min(
         REGISTERS // max(1, (report.registers or 1) * threads),
-        limit // max(1, report.shared_bytes or 1),
+        limit // ((report.shared_bytes or 0) + SYSTEM_SHARED_BYTES),
         THREADS // threads,
     )
 

@@ -4,12 +4,14 @@ import pytest
 
 from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.cutile.mla.tilings import tiling_target
+from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.stage import constraint_failures
 from tests import compile_matrix
 from tests.compile_matrix import (
     DESIGNS,
     TARGETS,
     accepted_targets,
+    ctas_per_sm,
     main,
     reports,
     spare_bytes,
@@ -95,6 +97,12 @@ def test_default_tilings_do_not_spill(design, target):
         if target == "sm_90":  # products by wgmma, tiles by the bulk copy engine
             assert report.instructions.get("UTMALDG", 0) > 0, report.instructions
             assert set(report.mma) == (set() if report.kernel == "split_kv_reduce" else {"HGMMA"})
+
+
+def test_every_cta_takes_the_drivers_shared_memory_too():
+    """An SM of sm_90 has 228 KiB: two CTAs of 113 KiB, and one that asks for 114."""
+    for kib, ctas in ((113, 2), (114, 1), (227, 1)):
+        assert ctas_per_sm(CompileReport("f", "sm_90", {}, shared_bytes=kib * 1024)) == ctas
 
 
 def test_targets_share_the_tilings_of_their_matrix_instructions():

@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 _TOOL_TIMEOUT_S = 120
 SYSTEM_SHARED_BYTES = 1024
-"""Shared memory per CTA that the driver reserves and the cubin counts as the kernel's."""
+"""Shared memory per CTA that the driver reserves, beside what the kernel may ask for. From sm_90 on
+a cubin counts it as the kernel's where that has any, before it does not."""
+_COUNTS_SYSTEM_SHARED = 9
 
 _MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
 """Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
@@ -74,7 +76,7 @@ class CompileReport:
         tiling: the tiling it was compiled with.
         registers: registers per thread at launch.
         stack_bytes: stack per thread; above zero means spills.
-        shared_bytes: shared memory per CTA.
+        shared_bytes: shared memory that a CTA asks for, without what the driver reserves.
         threads: threads per CTA.
         cluster: CTAs per cluster that the machine code requires; a launch may ask for more.
         instructions: how many instructions of each notable opcode the code holds.
@@ -206,10 +208,9 @@ def compile_report(
     if artifacts_dir is not None:
         _write_artifacts(artifacts_dir, kernel, compiled, printed)
     figures = parse_disassembly(printed)
-    if compiled.dynamic_shared_bytes:
-        # The kibibyte that the driver reserves is not part of what a CTA may ask for.
-        own = max(figures["shared_bytes"] - SYSTEM_SHARED_BYTES, 0)
-        figures["shared_bytes"] = own + compiled.dynamic_shared_bytes
+    counted = SYSTEM_SHARED_BYTES if _major(target) >= _COUNTS_SYSTEM_SHARED else 0
+    own = max(figures["shared_bytes"] - counted, 0)
+    figures["shared_bytes"] = own + compiled.dynamic_shared_bytes
     return dataclasses.replace(
         report, **figures, cubin_bytes=len(compiled.cubin), seconds=round(compiled.seconds, 3)
     )
@@ -325,9 +326,13 @@ def _product(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _expected(target: str) -> tuple[str, re.Pattern[str]]:
+    return _EXPECTED_MMA.get(_major(target), ("an mma instruction", _MMA))
+
+
+def _major(target: str) -> int:
+    """Major compute capability of a GPU code, 0 of anything else."""
     number = re.search(r"\d+", target)
-    major = int(number[0]) // 10 if number else 0
-    return _EXPECTED_MMA.get(major, ("an mma instruction", _MMA))
+    return int(number[0]) // 10 if number else 0
 
 
 def _is_expected(target: str, opcode: str) -> bool:

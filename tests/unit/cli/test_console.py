@@ -7,6 +7,7 @@ from mla_var3.cli import console
 from mla_var3.cli.console import guarded
 from mla_var3.cli.main import main
 from mla_var3.errors import DeviceTimeoutError
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 
 
 def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
@@ -73,3 +74,14 @@ def test_a_hung_kernel_ends_the_process(capsys, monkeypatch):
     assert guarded(hangs) == 1
     assert ended == [1]
     assert "error: flash_mla: expected to end" in capsys.readouterr().err
+
+
+def test_times_at_the_vendors_peaks_are_called_ideal(capsys):
+    figures = StageFigures("f", None, None, 1e9, 1e6, 5.0)
+    record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA H200": 5.0}}
+    console.print_result(
+        ProfileResult("f", NsightProfType.STATIC, figures, [figures], None, record=record)
+    )
+    out = capsys.readouterr().out
+    assert "f, static mode, NVIDIA H200" in out and " ideal " in out
+    assert "not measured, at the vendor's peaks: NVIDIA H200 5.00 µs" in out

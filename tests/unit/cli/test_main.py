@@ -188,3 +188,11 @@ def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     )
     assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
+
+
+def test_a_clone_under_an_id_of_another_language_says_so(capsys):
+    assert main(["clone", "mla_var6_plus_v2", "v5", "--dry_run"]) == 0
+    said = "mla_var6_plus_v5 exists in cute-dsl: an id means one idea in every language"
+    assert said in capsys.readouterr().err
+    assert main(["clone", "mla_var6_plus_v2", "v990", "--dry_run"]) == 0
+    assert "exists" not in capsys.readouterr().err

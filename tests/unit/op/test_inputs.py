@@ -127,3 +127,12 @@ def test_products_are_rounded_once(dtype, generator):
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
     out = torch.empty_like(found)
     assert product(rows, matrices, out=out) is out and torch.equal(out, found)
+
+
+def test_shapes_alone_take_no_step_per_request(monkeypatch):
+    monkeypatch.setattr("mla_var3.op.mla.inputs._decompress", None)
+    inputs = make_inputs(PROBLEM, "meta")
+    keys, values = decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)
+    window = decompress_newest(inputs, 6)
+    assert [tuple(each.shape) for each in (keys, values)] == [(4, 5, 10, 8)] * 2
+    assert [tuple(each.shape) for each in window] == [(4, 5, 6, 8), (4, 5, 6, 8), (4, 6, 4)]

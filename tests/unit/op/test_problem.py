@@ -95,6 +95,11 @@ def test_window_splits_every_request(problem, data):
     assert [old + new for old, new in windows] == list(problem.kv_lengths)
     assert all(0 <= new <= n and old >= 0 for old, new in windows)
     assert all(old == 0 or new == n for old, new in windows)
+    assert problem.tokens_up_to(n) == sum(new for _, new in windows)
+    assert (problem.total_tokens, problem.longest) == (
+        sum(problem.kv_lengths),
+        max(problem.kv_lengths),
+    )
 
 
 @given(problems())

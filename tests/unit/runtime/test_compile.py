@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime import compile as compile_module
 from mla_var3.runtime.compile import (
@@ -16,11 +17,12 @@ from mla_var3.runtime.compile import (
     Disassembly,
     compile_report,
     disassemble,
+    fits_shared_memory,
     loop_local,
     parse_disassembly,
     quiet_compiler,
 )
-from mla_var3.runtime.stage import Tiling
+from mla_var3.runtime.stage import CompiledKernel, Tiling
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -116,6 +118,21 @@ def test_figures_are_read_from_the_tools():
         "mma_shapes": {"HGMMA.64x64x16.F32.BF16": 2},
         "consumer_registers": 232,
     }
+
+
+@pytest.mark.parametrize(
+    ("target", "asked"), [("sm_80", 233472), ("sm_90", 232448), ("sm_120", 232448)]
+)
+def test_shared_memory_is_what_a_cta_asks_for(target, asked, monkeypatch):
+    """From sm_90 on a cubin counts the kibibyte of the driver; 4096 bytes are 5120 in it."""
+    printed = Disassembly(RESOURCES.format(stack=0).replace("148680", "233472"), ELF, SASS)
+    monkeypatch.setattr(compile_module, "disassemble", lambda cubin: printed)
+    kernel = make_kernel(tiny_matmul)
+    compiled = CompiledKernel(target, cubin=b"", seconds=0.0)
+    monkeypatch.setattr(kernel, "compile", lambda *given: compiled)
+    found = compile_report(kernel, target)
+    assert found.shared_bytes == asked
+    assert fits_shared_memory(found, device_spec("H200")) == (target != "sm_80")
 
 
 def test_local_memory_in_loops_is_told_apart():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mla_var3.cli.arguments import Parser
-from mla_var3.cli.console import EXIT_OK, say, usage_errors
+from mla_var3.cli.console import EXIT_OK, note, say, usage_errors
 from mla_var3.dev.clone import ClonePlan, plan_clone, write_clone
-from mla_var3.runtime.paths import DEFAULT_LANGUAGE
+from mla_var3.runtime.paths import DEFAULT_LANGUAGE, discover_kernels
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,6 +28,10 @@ def clone_command(parser: Parser, argv: Sequence[str]) -> int:
     else:
         write_clone(plan)
         say(f"{plan.target.full_name} from {plan.source.full_name}: {plan.folder}", "bold")
+    name, language = plan.target.full_name, plan.target.language
+    for other in discover_kernels():
+        if other.full_name == name and other.language != language:
+            note(f"{name} exists in {other.language}: an id means one idea in every language")
     _print_names(plan)
     if not values["dry_run"]:
         _print_next(plan)

@@ -18,23 +18,33 @@ _FLOAT32 = 4
 _MAX_SPLIT_WAVES = 4
 
 
-def flash_attention_cost(problem: MlaProblem) -> Cost:
-    """Attention over decompressed keys and values; the rope keys are shared by the heads."""
-    d, p, v, tokens = problem.d, problem.p, problem.v, problem.total_tokens
+def flash_attention_cost(problem: MlaProblem, tokens: int | None = None) -> Cost:
+    """Attention over decompressed keys and values; the rope keys are shared by the heads.
+
+    Args:
+        problem: Sizes and lengths.
+        tokens: KV tokens of the whole batch that are attended; None for all.
+    """
+    d, p, v = problem.d, problem.p, problem.v
+    tokens = problem.total_tokens if tokens is None else tokens
     flops = 2 * problem.h * problem.s * tokens * (d + p + v)
     cache = problem.h * tokens * (d + v) + tokens * p
     elements = _rows(problem) * (d + p) + cache + _rows(problem) * v
     return Cost(flops, elements * problem.element_size + _lse_bytes(problem))
 
 
-def flash_mla_cost(problem: MlaProblem, token_bytes: int | None = None) -> Cost:
+def flash_mla_cost(
+    problem: MlaProblem, token_bytes: int | None = None, tokens: int | None = None
+) -> Cost:
     """Attention over the latent cache, from latent queries to the latent output.
 
     Args:
         problem: Sizes and lengths.
         token_bytes: Bytes of a token of an 8-bit cache; None for one in the problem's dtype.
+        tokens: KV tokens of the whole batch that are attended; None for all.
     """
-    k, p, tokens, element = problem.k, problem.p, problem.total_tokens, problem.element_size
+    k, p, element = problem.k, problem.p, problem.element_size
+    tokens = problem.total_tokens if tokens is None else tokens
     flops = 2 * problem.h * problem.s * tokens * (2 * k + p)
     cache = tokens * ((k + p) * element if token_bytes is None else token_bytes)
     return Cost(flops, _rows(problem) * (2 * k + p) * element + cache + _lse_bytes(problem))
@@ -113,7 +123,7 @@ def decompression_cost(problem: MlaProblem, n: int) -> Cost:
 
 def decompressed_bytes(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> int:
     """Memory of the decompressed window: keys, values and rope keys of `n` slots per request."""
-    problem.window(n)  # for its check of n
+    problem.require_window(n)
     return problem.b * n * form.token_bytes(problem)
 
 
@@ -135,7 +145,7 @@ def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: 
     require_int("multiple", multiple, minimum=1)
     last = problem.t // multiple * multiple
     # Past the longest request a larger window holds nothing more.
-    longest = min(last, _ceil_div(max(problem.kv_lengths), multiple) * multiple)
+    longest = min(last, _ceil_div(problem.longest, multiple) * multiple)
     candidates = {0, longest}
     kink = _balanced_tokens(problem, peak_tflops, peak_gbps)
     if kink is not None:
@@ -168,7 +178,7 @@ def split_count(
     for argument, value in sizes.items():
         require_int(argument, value, minimum=1)
     tiles = problem.b * _ceil_div(problem.s * problem.h, rows_per_tile)
-    kv_tiles = max(1, _ceil_div(max(problem.kv_lengths), kv_tile))
+    kv_tiles = max(1, _ceil_div(problem.longest, kv_tile))
     most = max(1, min(kv_tiles, _ceil_div(_MAX_SPLIT_WAVES * sm_count, tiles)))
 
     def steps(splits: int) -> int:
@@ -187,8 +197,8 @@ def _lse_bytes(problem: MlaProblem) -> int:
 
 def _old_new(problem: MlaProblem, n: int) -> tuple[int, int]:
     """Old and new tokens of the whole batch."""
-    windows = problem.window(n)
-    return sum(old for old, _ in windows), sum(new for _, new in windows)
+    new = problem.tokens_up_to(n)
+    return problem.total_tokens - new, new
 
 
 def _mix_cost(problem: MlaProblem, old: int, new: int, form: WindowForm = PLAIN) -> Cost:

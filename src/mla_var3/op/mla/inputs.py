@@ -136,7 +136,7 @@ def decompress_all(
     b, t, _ = c_kv.shape
     keys = c_kv.new_empty((b, w_uk.shape[0], t, w_uk.shape[1]))
     values = c_kv.new_empty((b, w_uv.shape[0], t, w_uv.shape[2]))
-    for request in range(b):
+    for request in range(0 if c_kv.is_meta else b):  # on "meta" there is nothing to compute
         _decompress(c_kv[request], w_uk, w_uv, keys[request], values[request])
     return keys, values
 
@@ -167,7 +167,7 @@ def decompress_newest(inputs: MlaInputs, n: int) -> tuple[torch.Tensor, torch.Te
     v_new = inputs.c_kv.new_empty((b, h, n, inputs.w_uv.shape[2]))
     k_rope_new = inputs.k_rope.new_empty((b, n, inputs.k_rope.shape[-1]))
     # Request by request, so that the largest intermediate is one request's latent window.
-    for request in range(b):
+    for request in range(0 if inputs.c_kv.is_meta else b):
         latent = inputs.c_kv[request].index_select(0, slots[request])
         latent.masked_fill_(unused[request][:, None], _NAN)
         _decompress(latent, inputs.w_uk, inputs.w_uv, k_new[request], v_new[request])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,17 @@ class MlaProblem:
     @property
     def total_tokens(self) -> int:
         """KV tokens of the whole batch."""
-        return sum(self.kv_lengths)
+        return sum(length * requests for length, requests in self.length_counts)
+
+    @property
+    def length_counts(self) -> tuple[tuple[int, int], ...]:
+        """Each KV length that occurs, with how many requests have it."""
+        return ((self.t, self.b),) if self.lengths is None else tuple(Counter(self.lengths).items())
+
+    @property
+    def longest(self) -> int:
+        """KV tokens of the longest request."""
+        return self.t if self.lengths is None else max(self.lengths)
 
     @property
     def element_size(self) -> int:
@@ -98,8 +109,17 @@ class MlaProblem:
         Returns:
             Per request `(old, new)` with `new = min(n, len)` and `old = len - new`.
         """
-        require_int("n", n, minimum=0, maximum=self.t, maximum_name="t")
+        self.require_window(n)
         return [(length - min(n, length), min(n, length)) for length in self.kv_lengths]
+
+    def tokens_up_to(self, n: int) -> int:
+        """Tokens of the whole batch when each request counts at most `n`, `0..t`."""
+        self.require_window(n)
+        return sum(min(n, length) * requests for length, requests in self.length_counts)
+
+    def require_window(self, n: int) -> None:
+        """Require a number of newest tokens that a request may have."""
+        require_int("n", n, minimum=0, maximum=self.t, maximum_name="t")
 
     def within(self, sliding_window: int | None) -> MlaProblem:
         """The problem with only the tokens that some query of a request sees, for its cost.

@@ -39,7 +39,7 @@ def profiling_mode(
     def decorate(
         run: Callable[[KernelPlan, RunOptions], ProfileResult],
     ) -> Callable[..., ProfileResult]:
-        @functools.wraps(run)
+        @functools.wraps(run, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
         def profile(
             plan: KernelPlan,
             out_dir: str | Path | None = None,
@@ -60,6 +60,7 @@ def profiling_mode(
                 )
             return run(plan_of_version(plan, version), chosen)
 
+        vars(profile).pop("__wrapped__")  # whose parameters help() would show
         return profile
 
     return decorate

@@ -24,11 +24,12 @@ def disabled_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
             wait_for_device(prepared.stage.name)
     device = prepared.device or planning_device()
     dtype = plan_dtype(prepared.plan)
+    record = make_record(NsightProfType.DISABLED, prepared.plan, prepared.device)
     return ProfileResult(
         kernel=prepared.plan.name,
         mode=NsightProfType.DISABLED,
         total=stage_figures(prepared.stage, device, dtype),
         stages=kernel_figures(prepared.stage, device, dtype),
         check=prepared.check,
-        record=make_record(NsightProfType.DISABLED, prepared.plan, prepared.device),
+        record={**record, "planned_for": device.name},
     )

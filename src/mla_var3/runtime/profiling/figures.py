@@ -12,7 +12,7 @@ from mla_var3.runtime.profiling.result import ProfileResult
 Rows = list[tuple[object, ...]]
 
 STAGE_HEADERS = (
-    *("stage", "time", "spread", "predicted", "of roofline", "TFLOP/s", "GB/s"),
+    *("stage", "time", "spread", "ideal", "of roofline", "TFLOP/s", "GB/s"),
     *("FLOP/byte", "FLOPs", "bytes"),
 )
 COMPILE_HEADERS = (

@@ -60,6 +60,23 @@ def found(kernel: str, work: Workload, language: str = "cute-dsl", spec: Any = H
     return result
 
 
+@pytest.mark.parametrize("spec", [H200, device_spec("B200")], ids=lambda spec: spec.name)
+def test_equal_requests_are_not_walked_through(spec, monkeypatch):
+    """A prediction is as quick for a million requests as for one."""
+    small = MlaProblem(b=6, s=40, t=5000, h=128)
+    equal = design_estimates(small, spec)
+    assert equal == design_estimates(replace(small, lengths=(5000,) * 6), spec)
+
+    def walked(problem: MlaProblem) -> None:
+        raise AssertionError("one by one")
+
+    monkeypatch.setattr(MlaProblem, "kv_lengths", property(walked))
+    assert equal == design_estimates(small, spec)
+    assert all(
+        each.call_us > 0 for each in design_estimates(replace(small, b=2**20), spec).values()
+    )
+
+
 SHORT_US = 55
 RECORDS = [
     row

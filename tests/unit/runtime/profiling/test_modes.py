@@ -1,5 +1,6 @@
 """Profiling modes: finding them, refusing what is not there, and the mode that does nothing."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.profiling.common import artifact_folder, plan_of_version
 from mla_var3.runtime.profiling.disabled import disabled_profile_plan
-from mla_var3.runtime.workflow import RunOptions
+from mla_var3.runtime.profiling.nsys import nsys_profile_plan
+from mla_var3.runtime.workflow import RunOptions, planning_device
 from tests.unit.runtime.runtime_support import DoublingPlan
 
 
@@ -76,4 +78,12 @@ def test_disabled_mode_runs_once_and_leaves_nothing(check, tmp_path):
     assert result.total.predicted_us is not None
     assert [stage.name for stage in result.stages] == ["doubling"]
     assert result.record["prof_type"] == "disabled"
+    assert result.record["planned_for"] == planning_device().name  # whose peaks the ideal is of
     assert result.record["params"]["b"] == 8
+
+
+def test_the_functions_of_the_modes_show_their_own_parameters():
+    for profile in (disabled_profile_plan, nsys_profile_plan):
+        names = list(inspect.signature(profile).parameters)
+        assert names == ["plan", "out_dir", "version", "label", "bench_runs", "options"]
+        assert profile.__doc__ and profile.__name__.endswith("_profile_plan")

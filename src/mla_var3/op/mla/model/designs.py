@@ -157,7 +157,7 @@ def _mix_by_model(
     The ends are the pure paths: nothing decompressed is latent attention and the merge kernel, a
     window that holds every token is decompressed attention.
     """
-    whole, dtype = n >= max(problem.kv_lengths), problem.dtype
+    whole, dtype = n >= problem.longest, problem.dtype
     at, parts = model.at(problem, n), mix_work(problem, n, model.form)
     burst, combine = target.spec.burst_rates(dtype), decompress_combine_cost(problem)
     latent, heads = target.of("flash_mla"), target.of("flash_attention")
@@ -196,7 +196,7 @@ def _mix_by_rates(
     problem: MlaProblem, n: int, form: WindowForm, target: Target, around: dict[str, float]
 ) -> Estimate:
     """The mix of cuTile, or anywhere at the vendor's peaks."""
-    parts, longest = mix_work(problem, n, form), max(problem.kv_lengths)
+    parts, longest = mix_work(problem, n, form), problem.longest
     if target.rates is None and n >= longest:
         # A lower bound: some kernels then leave out projections and merge, others do not.
         time_us = attention_us(parts.heads, _head_tiles(problem), target, problem.dtype)
@@ -231,8 +231,7 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     problem = work.problem
     shared = SharedPrefixProblem(problem, min(work.prefix, problem.t))
     attention = shared_prefix_attention_cost(shared)
-    own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
-    latent = flash_mla_cost(replace(problem, lengths=own))
+    latent = flash_mla_cost(problem, tokens=shared.own_tokens)
     time_us = attention.time_us(*target.rates_for(problem.dtype))
     if target.rates is not None:
         time_us = target.rates.fixed_us + target.rates.work_us(attention.flops, attention.bytes)
@@ -314,7 +313,7 @@ def _latent_prefix(work: Workload, target: Target) -> Estimate:
 def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
     """The best CuTe DSL kernel for a window of n tokens: a pure path at the ends, else the mix."""
     spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
-    whole = n >= max(problem.kv_lengths)
+    whole = n >= problem.longest
     name = "mla_var6_plus_v5" if model.form is FP8 else "mla_var6_plus"
     if n == 0 or (whole and model.form is PLAIN):
         name = "flash_mla" if n == 0 else "flash_attention"

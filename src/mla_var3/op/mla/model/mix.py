@@ -122,17 +122,16 @@ class MixTime:
 
 def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     """The work of one `n`; each kind reads its own queries and writes its own partial output."""
-    windows = problem.window(n)
+    new = problem.tokens_up_to(n)
     if n == 0:
         others = (query_projection_cost(problem), output_up_projection_cost(problem))
         return MixWork(flash_mla_cost(problem), _NOTHING, others)
-    new_lengths = tuple(new for _, new in windows)
-    heads = flash_attention_cost(replace(problem, lengths=new_lengths))
+    heads = flash_attention_cost(problem, new)
     smaller = PLAIN.token_bytes(problem) - form.token_bytes(problem)
-    heads = Cost(heads.flops, heads.bytes - sum(new_lengths) * smaller)
-    if n >= max(problem.kv_lengths):
+    heads = Cost(heads.flops, heads.bytes - new * smaller)
+    if n >= problem.longest:
         return MixWork(_NOTHING, heads, (), form.effort)
-    latent = flash_mla_cost(replace(problem, lengths=tuple(old for old, _ in windows)))
+    latent = flash_mla_cost(problem, tokens=problem.total_tokens - new)
     others = (query_projection_cost(problem), decompress_combine_cost(problem))
     return MixWork(latent, heads, others, form.effort)
 
@@ -248,7 +247,7 @@ class MixModel:
 
         The mix has to gain `WORTH_MIXING` both in a burst and steadily.
         """
-        ends = (0, max(problem.kv_lengths))
+        ends = (0, problem.longest)
         n = self.best_n(problem, multiple=multiple)
         for time_us in (self._total_us, self.steady_us):
             pure = min(ends, key=lambda end: time_us(problem, end))
@@ -261,7 +260,7 @@ class MixModel:
 
     def candidates(self, problem: MlaProblem, max_bytes: int | None, multiple: int) -> list[int]:
         """Windows that fit: multiples, and the whole cache."""
-        longest = max(problem.kv_lengths)
+        longest = problem.longest
         if max_bytes is not None:
             require_int("max_bytes", max_bytes, minimum=0)
             fitting = int(max_bytes // decompressed_bytes(problem, 1, self.form))

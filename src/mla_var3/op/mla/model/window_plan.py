@@ -180,7 +180,7 @@ def plan_curve(
     problem: MlaProblem, model: MixModel, multiple: int, also: tuple[int, ...] = ()
 ) -> tuple[PlanPoint, ...]:
     """Windows from none to everything, evenly spread multiples and those named."""
-    largest = max(problem.kv_lengths)
+    largest = problem.longest
     step = multiple * max(1, -(-largest // (multiple * _CURVE_POINTS)))
     sizes = sorted({*range(0, largest, step), largest, *also})
     return tuple(plan_point(problem, model, n) for n in sizes)

@@ -58,7 +58,7 @@ class SharedPrefixProblem:
     @property
     def prefix_pairs(self) -> int:
         """Tokens of the prefix summed over the requests that attend them."""
-        return sum(min(self.prefix, length) for length in self.problem.kv_lengths)
+        return self.problem.tokens_up_to(self.prefix)
 
     @property
     def prefix_tokens(self) -> int:
@@ -69,7 +69,7 @@ class SharedPrefixProblem:
     @property
     def longest_prefix(self) -> int:
         """Tokens of its prefix that the longest request attends."""
-        return min(self.prefix, max(self.problem.kv_lengths))
+        return min(self.prefix, self.problem.longest)
 
     @property
     def own_tokens(self) -> int:
