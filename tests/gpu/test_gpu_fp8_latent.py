@@ -552,7 +552,7 @@ def test_a_first_token_with_much_of_the_weight(
     """Values of one sign beside a first token with no, half, most or all of the weight, by head.
 
     When it was among the others, rows with half of the weight on it were off by 6 % after 4096
-    tokens and by up to 49 % after 20001. Requests of few tokens keep it among the others.
+    tokens and by up to 49 % after 20000. Requests of few tokens keep it among the others.
     """
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     b = {"whole": sms, "split": sms * 3 // 4, "in halves": sms // 2 - 2}[requests]
@@ -561,7 +561,7 @@ def test_a_first_token_with_much_of_the_weight(
     assert halved(tuple(lengths.tolist()), h) == (requests == "in halves")
     pages = -(-t // 64)
     rows = 1.0 + 0.5 * normal(generator, pages * 64, K + P, dtype=torch.float32).to(DEVICE)
-    rows[0, :K] -= 2.0
+    rows[0, :K] *= 2.0
     rows[:, K:] = 0.0
     rows[0, -1] = 1.0
     view = paged_view(
@@ -569,7 +569,7 @@ def test_a_first_token_with_much_of_the_weight(
         torch.arange(pages, dtype=torch.int32, device=DEVICE).repeat(b, 1),
         lengths, format=fmt,
     )  # fmt: skip
-    q, q_rope = (0.02 * part for part in queries(generator, b, 1, h))
+    q, q_rope = (0.3 * part for part in queries(generator, b, 1, h))
     added = torch.tensor([0.0, math.log(t), math.log(t) + 2.0, 100.0], device=DEVICE)
     q_rope[..., -1] = (added / SCALE)[torch.arange(h, device=DEVICE) % 4]
     seen = torch.arange(t, device=DEVICE) < lengths[:, None]
@@ -581,7 +581,7 @@ def test_a_first_token_with_much_of_the_weight(
     output, lse = mla_latent_attention(q, q_rope, view, out=out, kernel=KERNEL)
     error = (output[:, 0].double() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-3)
     assert not output[0].any() and (error[1:4] <= SHORT_LIMIT).all()
-    # A part of a request that a CTA takes may be too short for a first token of its own.
+    # A part of up to 512 tokens keeps the first token among the others.
     assert (error[4:] <= (LIMIT if requests == "split" else 0.012)).all(), error[4:].amax(0)
     assert ((lse[1:, 0] - wanted_lse[1:]).abs() <= LSE_LIMIT + 1e-3 * wanted_lse[1:].abs()).all()
 

@@ -1,4 +1,4 @@
-"""The 8-bit kernels in plain Python: exchanged weights, and between which blocks means go."""
+"""The 8-bit kernels in plain Python: where numbers lie, and between which blocks means go."""
 
 from types import SimpleNamespace
 
@@ -9,9 +9,11 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     COLUMN_CHOICES,
     word_place,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8 import means
+from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMERS, LATENT, ROWS, WARPGROUP
+from mla_var3.kernel.cute_python.mla.latent_fp8 import means, results
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import has_means
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS, MEAN_PAIRS
+from mla_var3.kernel.cute_python.mla.latent_fp8.results import SLOT_WORDS, four_of, own_words
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS, HALF, MEAN_PAIRS
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
 
 from .compile_once import as_written
@@ -79,3 +81,64 @@ def test_parts_of_a_tile_meet_where_means_are_subtracted(pairs, found, monkeypat
     long = found and pairs > MEAN_PAIRS
     middles = range(MEAN_PAIRS // 2, pairs, MEAN_PAIRS) if long else ()
     assert subtracted == list(middles)
+
+
+@pytest.mark.parametrize("cta", [0, 5])
+def test_flushed_output_leaves_room_for_both_partials(cta, monkeypatch):
+    """A CTA may have written partials of other tiles when an output moves to memory."""
+    monkeypatch.setattr(
+        results, "cute", SimpleNamespace(recast_ptr=lambda p, dtype: WordPointer(p))
+    )
+    monkeypatch.setattr(results, "Int64", int)
+    address = as_written(own_words)
+    scheduler = SimpleNamespace(group=cta, group_ctas=1, rank=0)
+    outputs = SimpleNamespace(o_partial=0)
+    offsets = [
+        four_of(j, e, half)[0] for j in range(ROWS // 8) for e in range(2) for half in range(2)
+    ]
+    taken = {
+        address(outputs, t, group, scheduler) + offset
+        for group in range(2)
+        for t in range(WARPGROUP)
+        for offset in offsets
+    }
+    assert len(taken) == CONSUMERS * len(offsets)
+    slot_bytes = SLOT_WORDS * 4
+    assert {place // slot_bytes for place in taken} == {2 * cta, 2 * cta + 1}
+    # Partials have 16 bits, from the start of their slot on.
+    assert min(place % slot_bytes for place in taken) == ROWS * LATENT * 2
+    assert max(place % slot_bytes for place in taken) + 16 == slot_bytes
+
+
+class WordPointer(int):
+    """An address in words."""
+
+    def __add__(self, words: int) -> "WordPointer":
+        return WordPointer(int(self) + words)
+
+    def toint(self) -> int:
+        return 4 * int(self)
+
+
+def test_values_of_the_first_token_find_their_threads(monkeypatch):
+    """Warpgroup 0 copies them, four columns per thread, to where their threads read them."""
+    stored: dict[int, int] = {}
+    for t in range(WARPGROUP):
+        column = t % 32 * 4
+        place = t // 64 * HALF + means.thread_place(column) + t // 32 % 2 * 4
+        for i in range(4):
+            stored[place + i // 2 * 8 + i % 2] = t // 32 * 128 + column + i
+    assert sorted(stored) == list(range(LATENT))
+    read: list[int] = []
+
+    def noted(*code, read_only_args, **kinds):
+        read.extend(read_only_args)
+
+    monkeypatch.setattr(means.cute.arch, "inline_ptx", noted)
+    for group in range(2):
+        for t in range(WARPGROUP):
+            means.column_bytes(SimpleNamespace(toint=lambda: 0), t, group)
+            for m in range(HALF // 64):
+                for r in range(2):
+                    own = group * HALF + m * 64 + t // 32 * 16 + t % 32 // 4 * 2 + r
+                    assert stored[read[-1] + 2 * m + r] == own

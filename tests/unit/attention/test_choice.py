@@ -255,7 +255,7 @@ def test_equal_predictions_go_to_the_plugged_kernel():
 
 
 def test_choose_prints_the_choice(capsys):
-    assert main(["choose", "--b=1", "--s=1", "--t=65536", "--h=16", "--device_name=H200"]) == 0
+    assert main(["choose", "--b=1", "--s=1", "--t=65536", "--h=16", "--for_device=H200"]) == 0
     out = capsys.readouterr().out
     assert "flash_mla:cute-dsl *" in out and "steady: call time at the power limit" in out
     kernels = "mla_var6_plus:cute-dsl, mla_var6_plus_v5:cute-dsl"
