@@ -121,7 +121,8 @@ HOST: dict[str, dict[str, bool]] = {
 clusters; one of them is compiled where other variants have the other."""
 
 WHOLE_CALLS = {"whole call": "", "whole call in 8 bits": "fp8"}
-"""Programs of `whole_launch.py` -> format of the cache."""
+"""Programs of `whole_launch.py` -> format of the cache. The attention of the second alone is
+`latent fp8, 16 columns`."""
 
 
 class Compiled:
@@ -303,7 +304,8 @@ def main(names: list[str]) -> None:
     reports, ptx = {}, {}
     for variant in names:
         if variant in WHOLE_CALLS:
-            for kernel_fn, host, args, made_for in whole_launch.programs(WHOLE_CALLS[variant]):
+            fmt = WHOLE_CALLS[variant]
+            for kernel_fn, host, args, made_for in whole_launch.programs(fmt)[: 1 if fmt else 2]:
                 kinds = cute_kernel.kinds_of(args)
                 cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
             continue
