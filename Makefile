@@ -8,7 +8,7 @@ ARGS ?=
 ENGINES_VENV ?= .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow fuzz test-engines test-gpu lint format docs clean
+.PHONY: help setup run test test-slow test-all fuzz test-engines test-gpu lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: setup ## Run the quick tests, without a GPU
 
 test-slow: setup ## Run the others: kernels compiled for every target, the tutorial, the examples
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m slow $(ARGS)
+
+test-all: setup ## Run both, the slow ones first
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 fuzz: setup ## Draw random calls and compare with float64: half a minute each of a fixed seed and of the commit's own
 	@$(BIN)/python -m tests.fuzz --seconds=30 --seed=7 $(ARGS)

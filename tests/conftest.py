@@ -23,7 +23,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no CUDA device."""
+    """Begin with the long tests, and skip those marked `gpu` where torch sees no CUDA device.
+
+    Workers that are left with long tests in the end would let cores idle. Those of compiled kernels
+    come first: they start two processes, and one worker waits for these.
+    """
+    items.sort(
+        key=lambda item: (
+            "compiled" not in getattr(item, "fixturenames", ()),
+            item.get_closest_marker("slow") is None,
+        )
+    )
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -1,10 +1,12 @@
 """CuTe DSL kernels compiled once for all workers of a test run, with the assembler's remarks.
 
 `python -m tests.kernel.compile_once '["bfloat16"]'` compiles some of `VARIANTS`, writes "== <name>"
-and the remarks to standard error, and the reports as JSON to standard output.
+and the remarks to standard error, and the reports as JSON to standard output. A name of
+`WHOLE_CALLS` stands for the programs of `whole_launch.py`, which have no report.
 """
 
 import contextlib
+import copy
 import fcntl
 import functools
 import inspect
@@ -48,10 +50,11 @@ def heads(
 
 
 VARIANTS: dict[str, Variant] = {
-    "bfloat16": latent(),
+    "bfloat16": latent(page=64),
     "float16": latent(dtype="float16"),
-    "paged": latent(page=64),
     "few": latent(few=16, s=1, h=16),
+    "empty positive": latent(page=64),
+    "empty positive, few": latent(few=16, s=1, h=16),
     "k=512, p=0": latent(p=0),
     "k=256, p=64": latent(k=256),
     "k=256, p=32": latent(k=256, p=32, page=64),
@@ -98,8 +101,28 @@ of the second product.
 One variant for each path through the device code. One stands for its neighbours where they differ
 in the element type, in a number between those of two others, or in a comparison or a wait."""
 
-WITHOUT_CLUSTERS = ("float16", "k=512, p=0", "k=256, p=64", "sliding window", "latent fp8, float16")
-"""Latent kernels of which the one with clusters is not compiled: other variants have it."""
+WITHOUT, WITH = {"clusters": False}, {"clusters": True}
+HOST: dict[str, dict[str, bool]] = {
+    "float16": WITHOUT,
+    "empty positive": {**WITHOUT, "empty_positive": True},
+    "empty positive, few": {**WITH, "empty_positive": True},
+    "k=512, p=0": WITHOUT,
+    "k=256, p=64": WITHOUT,
+    "k=256, p=32": WITH,
+    "k=256, p=32, few": WITH,
+    "sliding window": WITHOUT,
+    "sliding window, few": WITHOUT,
+    "latent fp8_per_token, 16 columns": WITH,
+    "latent fp8, 16 columns": WITHOUT,
+    "latent fp8, 64 columns": WITH,
+    "latent fp8, float16": WITHOUT,
+}
+"""What the host code of a variant is told. A latent program has two kernels, without and with
+clusters; one of them is compiled where other variants have the other."""
+
+WHOLE_CALLS = {"whole call": "", "whole call in 8 bits": "fp8"}
+"""Programs of `whole_launch.py` -> format of the cache. The attention of the second alone is
+`latent fp8, 16 columns`."""
 
 
 class Compiled:
@@ -107,12 +130,15 @@ class Compiled:
 
     Attributes:
         reports: compile reports by variant.
-        remarks: the assembler's remarks by variant.
+        ptx: what the assembler got, by variant.
+        remarks: what it remarked.
         cache: folder of the compiled code.
     """
 
-    def __init__(self, reports: dict[str, Any], remarks: str, cache: Path) -> None:
-        self.cache = cache
+    def __init__(
+        self, reports: dict[str, Any], ptx: dict[str, str], remarks: str, cache: Path
+    ) -> None:
+        self.cache, self.ptx = cache, ptx
         self.reports = {name: CompileReport.from_dict(values) for name, values in reports.items()}
         parts = re.split(r"^== (.+)$", remarks, flags=re.MULTILINE)
         self.remarks = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -135,7 +161,7 @@ def compile_once(
     folder.mkdir(exist_ok=True)
     cache, result = folder / "cache", folder / "result.json"
 
-    def run(names: list[str]) -> tuple[dict[str, Any], str]:
+    def run(names: list[str]) -> tuple[dict[str, Any], dict[str, str], str]:
         done = run_program(
             [sys.executable, "-m", "tests.kernel.compile_once", json.dumps(names)],
             env={
@@ -148,16 +174,17 @@ def compile_once(
             timeout=1800,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+        return *json.loads(done.stdout.splitlines()[-1]), done.stderr
 
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.is_file():
             # Two processes: as many as the cores of the machines that run the tests.
             with ThreadPoolExecutor() as pool:
-                reports, remarks = zip(*pool.map(run, halves(list(VARIANTS))), strict=True)
-            merged = {name: report for half in reports for name, report in half.items()}
-            result.write_text(json.dumps({"reports": merged, "remarks": "".join(remarks)}))
+                parts = pool.map(run, halves(longest_first()))
+                reports, ptx, remarks = zip(*parts, strict=True)
+            merged = {"reports": reports[0] | reports[1], "ptx": ptx[0] | ptx[1]}
+            result.write_text(json.dumps({**merged, "remarks": "".join(remarks)}))
     return Compiled(**json.loads(result.read_text()), cache=cache)
 
 
@@ -175,6 +202,17 @@ def as_written(function: Any) -> Any:
     codes = _module_code(plain.__code__.co_filename).co_consts
     code = next(one for one in codes if getattr(one, "co_name", "") == plain.__name__)
     return types.FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__)
+
+
+def longest_first() -> list[str]:
+    """All there is to compile: two latent kernels in a program, one, and the others."""
+
+    def rank(name: str) -> int:
+        if VARIANTS[name][0] not in (LATENT, LATENT_FP8):
+            return 2
+        return int("clusters" in HOST.get(name, {}))
+
+    return [*WHOLE_CALLS, *sorted(VARIANTS, key=rank)]
 
 
 def halves(names: list[str]) -> list[list[str]]:
@@ -204,7 +242,7 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
         host = DecompressCombineSm90(element, True, **constants)
         arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
     return CuteKernel(
-        kernel_fn=getattr(type(host), wanted), host_fn=lambda tiling: host,
+        kernel_fn=getattr(type(host), wanted), host_fn=lambda tiling: copy.copy(host),
         args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
         input_tensors=[], output_tensors=[rows],
         algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
@@ -224,7 +262,7 @@ def fp8_kernel(fmt: str, columns: int, dtype: torch.dtype = torch.bfloat16) -> A
     per_token = fmt == "fp8_per_token"
     host = LatentFp8Sm90(ELEMENT_TYPES[dtype], columns, per_token, early=True)
     return CuteKernel(
-        kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: host,
+        kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: copy.copy(host),
         args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
         input_tensors=[], output_tensors=[operands.o_latent],
         algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
@@ -254,11 +292,23 @@ def ring_operands(plan: Any) -> tuple[Any, Any, torch.Tensor]:
 
 def main(names: list[str]) -> None:
     """Compile some variants for sm_90."""
+    from cutlass.base_dsl import dsl
+
     from mla_var3.runtime import cute_kernel
 
+    from . import whole_launch
+
     cute_kernel.quiet_compiler = contextlib.nullcontext
-    reports = {}
+    # Remarks make the compiler look up the source line of every operation, a fifth of its time.
+    dsl._set_enable_frame_filtering = lambda wanted: None
+    reports, ptx = {}, {}
     for variant in names:
+        if variant in WHOLE_CALLS:
+            fmt = WHOLE_CALLS[variant]
+            for kernel_fn, host, args, made_for in whole_launch.programs(fmt)[: 1 if fmt else 2]:
+                kinds = cute_kernel.kinds_of(args)
+                cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
+            continue
         wanted, name, fields, tiling = VARIANTS[variant]
         if hasattr(torch, name):
             kernel = projection_kernel(wanted, name, **fields)
@@ -268,13 +318,14 @@ def main(names: list[str]) -> None:
             [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
         if tiling:
             kernel.tiling = type(kernel.tiling)(**tiling)
-        if variant in WITHOUT_CLUSTERS:
+        if variant in HOST:
             host = kernel.host_fn(kernel.tiling)
-            host.clusters = False
-            kernel.host_fn = lambda tiling, host=host: host
+            vars(host).update(HOST[variant])
+            kernel.host_fn = lambda tiling, host=host: copy.copy(host)
         print(f"== {variant}", file=sys.stderr, flush=True)
         reports[variant] = compile_report(kernel, "sm_90").to_dict()
-    print(json.dumps(reports))
+        ptx[variant] = kernel.compile("sm_90").artifacts[f"{wanted}.ptx"].decode()
+    print(json.dumps([reports, ptx]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the kernel tests share: compiled CuTe DSL kernels, and launches that are only noted."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,17 @@ def compiled(
     """Reports and assembler remarks of `VARIANTS`, by name."""
     pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
     return compile_once(repo_root, package_environment, tmp_path_factory)
+
+
+@pytest.fixture
+def cached(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+    """All variants, in the compile cache of this process: it compiles nothing more."""
+    from tests.unit.runtime.cute.cute_support import note_compilations
+
+    compilations = note_compilations(monkeypatch)
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
+    yield compiled
+    assert compilations == []
 
 
 @pytest.fixture

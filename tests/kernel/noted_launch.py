@@ -16,7 +16,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOptions,
     latent_arguments,
 )
-from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
+from tests.unit.runtime.cute.noting_driver import STREAM, linked_program, pointers_of
 
 from .noted_calls import fp8_parts
 
@@ -50,12 +50,10 @@ def arguments(operands: LatentOperands) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Compile, or launch everything in order."""
+    """Launch everything in order."""
     args = arguments(paged_operands("cpu", B, S, H))
     host = FlashMLASm90(latent_call.ELEMENT_TYPES[torch.bfloat16])
-    program = program_for_step(FlashMLASm90.flash_mla, host, args, FlashMLATiling())
-    if program is None:
-        return
+    program = linked_program(FlashMLASm90.flash_mla, host, args, FlashMLATiling())
     program(*args)
     pointers = pointers_of(args)
     repeated = program.repeated(*args)

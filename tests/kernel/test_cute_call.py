@@ -1,7 +1,6 @@
 """The latent CuTe kernel on changing tensors: what it gives the programs, on meta tensors."""
 
 import ctypes
-import functools
 import threading
 from typing import Any
 
@@ -16,7 +15,6 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
-from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
     WHOLE_FIELDS,
@@ -30,10 +28,10 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
-from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
+from .compile_once import Compiled
 from .noted_calls import fp8_parts, meta_call
 
 SMS = 132
@@ -200,35 +198,33 @@ def test_a_tree_that_is_copied_is_not_repeated(calls):
         assert (flash_mla.attend(*call(2, 4, 16, tree=given)) is not None) is repeats
 
 
-@functools.cache
-def ptx_of(few: int, empty_positive: bool = False) -> str:
-    """The kernel for a small call, for the GPU's assembler; with few rows the one with clusters."""
-    arguments = arguments_of(1, 8 if few else 128)
-    element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLASm90
-    made = host(element, few, empty_positive=empty_positive, clusters=few > 0)
-    tiling = FlashMLATiling(few=few)
-    return compile_program(host.flash_mla, made, kinds_of(arguments), tiling, "sm_90a").ptx
+def ptx_of(compiled: Compiled, variant: str) -> str:
+    """The kernel of a variant for the GPU's assembler; with few rows the one with clusters."""
+    kernels = compiled.ptx[variant].split(".visible .entry ")[1:]
+    clusters = "few" in variant
+    [found] = [text for text in kernels if ("mapa.shared::cluster" in text) is clusters]
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [0, 8])
-def test_rows_without_keys_have_either_lse(few):
+@pytest.mark.parametrize("few", ["", ", few"])
+def test_rows_without_keys_have_either_lse(compiled, few):
     """Where +inf is asked for, whole rows and partials compare with -inf; otherwise they do not."""
 
-    def choices(empty_positive: bool) -> list[int]:
+    def choices(variant: str) -> list[int]:
         # A CTA releases its records at the start, and its partials between the two.
-        _, attention, merge = ptx_of(few, empty_positive).split("st.release.gpu")
+        _, attention, merge = ptx_of(compiled, variant).split("st.release.gpu")
         return [text.count("0f7F800000") for text in (attention, merge)]
 
-    plain, positive = choices(False), choices(True)
+    plain, positive = choices("few" if few else "bfloat16"), choices(f"empty positive{few}")
     assert all(more > less for more, less in zip(positive, plain, strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [0, 8])
-def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(few):
+@pytest.mark.parametrize("variant", ["bfloat16", "few"])
+def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(compiled, variant):
     """Non-coherent loads may return what memory held when the kernel began: old partials."""
-    opening, attention, after = ptx_of(few).split("st.release.gpu")
+    opening, attention, after = ptx_of(compiled, variant).split("st.release.gpu")
     assert "ld.acquire.gpu" not in opening
     # The watcher reads the records of other CTAs behind their states.
     states, _, records = attention.partition("fence.acq_rel.gpu")
@@ -241,9 +237,11 @@ def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(few):
 
 
 @pytest.mark.slow
-def test_every_way_to_launch_is_one_launch(repo_root, package_environment, tmp_path):
+def test_every_way_to_launch_is_one_launch(compiled, repo_root, package_environment, tmp_path):
     """The real host code on a driver that only records: grid, shared memory, stream, attributes."""
-    launches = noted_launches(noted_launch.__name__, repo_root, package_environment, tmp_path)
+    launches = noted_launches(
+        noted_launch.__name__, repo_root, package_environment, tmp_path, compiled.cache
+    )
     shape = group_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
     assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
     launch = launches[0]

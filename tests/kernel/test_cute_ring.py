@@ -39,6 +39,8 @@ DEVICE_FUNCTIONS = ("work_tile_at", "ring_state", "row_limit", "places_end", "pl
 
 @pytest.fixture(autouse=True)
 def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, plain in {"min": min, "max": max}.items():  # those of the language are slow
+        monkeypatch.setattr(f"cutlass.{name}", plain)
     for name in DEVICE_FUNCTIONS:
         monkeypatch.setattr(device, name, as_written(getattr(device, name)))
     monkeypatch.setattr(device, "Int32", int)

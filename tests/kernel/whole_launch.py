@@ -10,10 +10,16 @@ import torch
 
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
-from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
-from mla_var3.kernel.cute_python.mla.latent.operands import WHOLE_FIELDS, ProjectionOperands
-from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
-from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    WHOLE_FIELDS,
+    LatentOperands,
+    LatentOptions,
+    ProjectionOperands,
+    ProjectionSizes,
+    groups_of,
+)
+from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
+from tests.unit.runtime.cute.noting_driver import STREAM, linked_program, pointers_of
 
 from . import noted_launch
 from .noted_launch import SMS
@@ -35,22 +41,31 @@ def arguments(device: str, b: int, s: int, h: int, fmt: str = "") -> tuple[Any, 
     return whole_call.whole_arguments(projections, latent, SMS)
 
 
-def host(attention: Any, **constants: Any) -> whole_call.WholeCall:
+def programs(fmt: str) -> list[tuple[Any, Any, tuple[Any, ...], Any]]:
+    """Kernel function, host, arguments and tiling: of a whole call, and of its attention alone.
+
+    For few rows, the other one with clusters in either format. Sizes are arguments of a program.
+    """
+    args = arguments("meta", 2, 1, 16 if fmt else 8, fmt)
+    _, _, attention = groups_of(args, ProjectionOperands, ProjectionSizes)
+    operands, _ = groups_of(attention, LatentOperands)
+    kernel_fn, host, tiling, constants = latent_program(operands, LatentOptions(1, True, 0.1))
     element = latent_call.ELEMENT_TYPES[torch.bfloat16]
-    return whole_call.WholeCall(element, attention, **constants)
+    whole = whole_call.WholeCall(element, host, **constants)
+    alone = host(element, early=True, **{**constants, "clusters": not fmt})
+    return [(kernel_fn, whole, args, tiling), (kernel_fn, alone, attention, tiling)]
+
+
+def linked(fmt: str, args: tuple[Any, ...]) -> Any:
+    kernel_fn, host, _, tiling = programs(fmt)[0]
+    return linked_program(kernel_fn, host, args, tiling)
 
 
 def main() -> None:
-    """Compile, or launch everything in order."""
+    """Launch everything in order."""
     given = [arguments("cpu", *sizes) for sizes in SIZES]
     args = given[0]
-    program = program_for_step(FlashMLASm90.flash_mla, host(FlashMLASm90), args, FlashMLATiling())
-    in_8_bits = arguments("cpu", *SIZES[0], "fp8_per_token")
-    program_in_8_bits = program_for_step(
-        LatentFp8Sm90.latent_fp8, host(LatentFp8Sm90), in_8_bits, FlashMLATiling()
-    )
-    if program is None or program_in_8_bits is None:
-        return
+    program = linked("", args)
     for each in given:
         program(*each)
     pointers = pointers_of(args)
@@ -60,7 +75,8 @@ def main() -> None:
     fixed = {place: pointers[place] for place in places}
     changing = {place: pointer for place, pointer in pointers.items() if place not in fixed}
     assert repeated.on_stream(STREAM, list(changing), fixed)(list(changing.values()))
-    program_in_8_bits(*in_8_bits)
+    in_8_bits = arguments("cpu", *SIZES[0], "fp8")
+    linked("fp8", in_8_bits)(*in_8_bits)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Compiled host code on a driver that only notes what it is asked for, without a GPU.
 
-A test names a module with two steps:
+A test names a module, which runs as
 
-    python -m MODULE compile
-    CUTE_DSL_LIBS=libdriver.so python -m MODULE launch
+    CUTE_DSL_LIBS=libdriver.so python -m MODULE
 
-The first compiles into the cache; with another driver than the compiler's own that is not possible.
-The second links what was compiled and launches, and the driver prints a line of JSON per launch.
+It links programs of the cache and launches them, and the driver prints a line of JSON per launch.
+They must have been compiled before: with another driver than the compiler's own that is impossible.
 """
 
 import json
@@ -21,6 +20,7 @@ import pytest
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute.cache import read_entry
 from mla_var3.runtime.cute.launch import CuteProgram, short_entry
 from tests.programs import run_program
 
@@ -67,33 +67,22 @@ def build_driver(folder: Path) -> Path:
 
 
 def noted_launches(
-    module: str, repo_root: Path, environment: dict[str, str], folder: Path
+    module: str, repo_root: Path, environment: dict[str, str], folder: Path, cache: Path
 ) -> list[dict[str, Any]]:
-    """What a module launches, in order."""
+    """What a module launches, in order; the cache has its programs."""
     library = build_driver(folder)
-
-    def run(step: str, **extra: str) -> list[dict[str, Any]]:
-        done = run_program(
-            [sys.executable, "-m", module, step],
-            cwd=repo_root,
-            env={**environment, "HYPER_MLA_CACHE_DIR": str(folder / "cache"), **extra}
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    assert run("compile") == []
-    return run("launch", CUTE_DSL_LIBS=str(library))
+    extra = {"HYPER_MLA_CACHE_DIR": str(cache), "CUTE_DSL_LIBS": str(library)}
+    done = run_program([sys.executable, "-m", module], cwd=repo_root, env={**environment, **extra})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def program_for_step(
-    kernel_fn: Any, host: Any, args: tuple[Any, ...], tiling: Any
-) -> CuteProgram | None:
-    """The program of such a module; None in its first step, which only compiles it."""
+def linked_program(kernel_fn: Any, host: Any, args: tuple[Any, ...], tiling: Any) -> CuteProgram:
+    """A program of such a module."""
     kinds = kinds_of(args)
     key = cute_kernel._key(kernel_fn, host, kinds, tiling, "sm_90a")
-    compiled = cute_kernel._compile(key, host, kinds)
-    if sys.argv[1] == "compile":
-        return None
+    compiled = read_entry(key)
+    assert compiled is not None, f"{key.name}: no such program was compiled"
     cute_launch.current_device_index = lambda: NO_GPU
     cute_launch.raw_stream = lambda device: STREAM
     function = cute_kernel._link(key, compiled)
