@@ -4,11 +4,12 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 PYTEST_WORKERS ?= 2
+MARKS ?= not slow
 ARGS ?=
 ENGINES_VENV ?= .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-all fuzz test-engines test-gpu lint format docs clean
+.PHONY: help setup run test test-slow fuzz test-engines test-gpu lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,14 +22,11 @@ setup: ## Make the virtual environment, or bring it up to date
 run: setup ## Run the main job: mla_var6_plus end to end, with a report
 	@$(BIN)/hyper-mla run $(ARGS)
 
-test: setup ## Run the quick tests, without a GPU
-	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not slow" $(ARGS)
+test: setup ## Run the quick tests, without a GPU; with MARKS= all of them
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "$(MARKS)" $(ARGS)
 
 test-slow: setup ## Run the others: kernels compiled for every target, the tutorial, the examples
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m slow $(ARGS)
-
-test-all: setup ## Run both, the slow ones first
-	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 fuzz: setup ## Draw random calls and compare with float64: half a minute each of a fixed seed and of the commit's own
 	@$(BIN)/python -m tests.fuzz --seconds=30 --seed=7 $(ARGS)
