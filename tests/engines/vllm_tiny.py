@@ -29,6 +29,11 @@ os.environ.update(
     TORCHDYNAMO_DISABLE="1",
 )
 
+import torch
+
+# With AMX vLLM takes a CPU backend that refuses float32.
+torch.cpu._is_amx_tile_supported = lambda: False
+
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.attention.backend import MultipleOf

@@ -280,7 +280,7 @@ def test_choose_tells_what_sharing_a_prefix_gains(capsys):
 @pytest.mark.usefixtures("only_cutile")
 def test_choose_prints_json(capsys):
     argv = ["choose", "--b", "4", "--page_size", "64", "--window", "64", "--tree", "--json"]
-    assert main([*argv, "--device_name", "RTX 5090"]) == 0
+    assert main([*argv, "--for_device", "RTX 5090"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["kernel"] == "flash_mla_split_kv"
     assert report["shape"]["tree"] is True and report["shape"]["b"] == 4
