@@ -30,10 +30,6 @@ os.environ.update(
 )
 
 import torch
-
-# With AMX vLLM takes a CPU backend that refuses float32.
-torch.cpu._is_amx_tile_supported = lambda: False
-
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.attention.backend import MultipleOf
@@ -100,6 +96,8 @@ def stand_in() -> Counter[str]:
 
 def main(folder: Path, backend: str, drafts: int) -> None:
     DummyModelLoader.load_weights = draw_weights
+    # With AMX vLLM takes a CPU backend that refuses float32.
+    torch.cpu._is_amx_tile_supported = lambda: False
     calls = stand_in() if backend == "hyper_mla" else Counter()
     options = {}
     if drafts:
