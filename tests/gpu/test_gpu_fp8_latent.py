@@ -544,7 +544,7 @@ def test_sums_of_columns_with_a_mean(
 
 
 @pytest.mark.parametrize("requests", ["whole", "split", "in halves"])
-@pytest.mark.parametrize("h, t", [(16, 4096), (64, 1100), (64, 4096), (64, 20001)])
+@pytest.mark.parametrize("h, t", [(16, 4096), (64, 1100), (64, 4096), (64, 8000), (64, 20001)])
 @FORMAT
 def test_a_first_token_with_much_of_the_weight(
     fmt: str, h: int, t: int, requests: str, generator: torch.Generator

@@ -1,5 +1,6 @@
 """The 8-bit kernels in plain Python: where numbers lie, and between which blocks means go."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -142,3 +143,30 @@ def test_values_of_the_first_token_find_their_threads(monkeypatch):
                 for r in range(2):
                     own = group * HALF + m * 64 + t // 32 * 16 + t % 32 // 4 * 2 + r
                     assert stored[read[-1] + 2 * m + r] == own
+
+
+@pytest.mark.parametrize("flushed", [0, 1, 4])
+@pytest.mark.parametrize("removing", [0, 1, -1])  # of 32 lanes, as a vote gives them
+def test_the_end_of_a_tile_adds_what_was_taken_from_the_output(flushed, removing, monkeypatch):
+    """Two segments with means lost both where the two numbers were added."""
+
+    class Barrier(Exception):
+        """The first of both warpgroups, behind which nothing is added any more."""
+
+    def barrier(**options):
+        raise Barrier
+
+    added = []
+    for name in ("publish_tops", "sync_warpgroup", "own_score", "own_words", "row_sum"):
+        monkeypatch.setattr(results, name, lambda *args: 0)
+    monkeypatch.setattr(results, "read_back", lambda *args: added.append("flushed"))
+    monkeypatch.setattr(results, "restore", lambda *args: added.append("means"))
+    monkeypatch.setattr(results, "cutlass", SimpleNamespace(range_constexpr=range))
+    monkeypatch.setattr(results, "cute", SimpleNamespace(arch=SimpleNamespace(barrier=barrier)))
+    thread = ROWS + 1  # has no row of its own
+    given = dict.fromkeys(inspect.signature(results.finish).parameters)
+    given |= {"flushed": flushed, "removing": removing, "t": thread, "group": 0}
+    given |= {"state": SimpleNamespace(sums=[0, 0])}
+    with pytest.raises(Barrier):
+        as_written(results.finish)(**given)
+    assert added == ["flushed"] * (flushed != 0) + ["means"] * (removing != 0)

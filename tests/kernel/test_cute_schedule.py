@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent import merge
 from mla_var3.kernel.cute_python.mla.latent import ranges as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GROUP_WORTH,
@@ -39,7 +40,7 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     partial_count,
     range_begins,
 )
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, Record, Total, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     CLUSTER,
     ITEM_COST,
@@ -544,15 +545,19 @@ def filled_slots(
     return slots, whole
 
 
-def merged(slots: dict[int, Span], first: int, shape: GroupShape) -> list[Span]:
-    """The splits of an item by the merge's rule, from the slot that holds its first one."""
-    found = [slots[first]]
-    slot = first // 2 * 2
-    while not found[-1].split & Split.LAST:
-        slot += 2 * shape.group_ctas
-        assert slot < shape.ctas * 2, "the last split was not found"
-        found.append(slots[slot])
-    return found
+def merged(slots: dict[int, Span], shape: GroupShape) -> Iterator[tuple[int, int, list[Span]]]:
+    """By the merge's rule: the slots of each tile's first and last split, and its splits.
+
+    The merge lists the slots of first and of last splits, and takes those of equal place together.
+    """
+    firsts, lasts = (
+        sorted(slot for slot, span in slots.items() if span.split & flag)
+        for flag in (Split.FIRST, Split.LAST)
+    )
+    step = 2 * shape.group_ctas
+    for first, last in zip(firsts, lasts, strict=True):
+        others = range((first & -2) + step, last + 1, step)
+        yield first, last, [slots[first], *(slots[slot] for slot in others)]
 
 
 @st.composite
@@ -577,12 +582,8 @@ def test_the_merge_finds_every_partial(batch):
     lengths, tiles, shape = batch
     counts = block_counts(lengths, shape.visits)
     slots, done = filled_slots(lengths, tiles, shape)
-    used = set()
-    for first, span in slots.items():
-        if not span.split & Split.FIRST:
-            continue
-        found = merged(slots, first, shape)
-        used.update(id(one) for one in found)
+    for first, _, found in merged(slots, shape):
+        span = found[0]
         assert {one.item for one in found} == {span.item}
         # Together they are the whole item, in order.
         edges = [0, *(one.last for one in found)]
@@ -599,6 +600,45 @@ def test_the_merge_finds_every_partial(batch):
     }
     assert done == wanted
     assert all(slot < 2 * shape.ctas < merge_rows(shape.ctas) for slot in slots)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_device_code_lists_the_tiles_of_the_host(seed, monkeypatch):
+    """The slots of their first and last splits, from the records of all CTAs."""
+    rng = random.Random(seed)
+    tiles = [rng.randint(0, 4) for _ in range(rng.randint(2, 30))]
+    lengths = [rng.choice([0, 64, rng.randint(65, 9000)]) for _ in tiles]
+    shape = group_shape(4, len(tiles), rng.randint(40, 144), rng.randint(0, 4))
+    slots, _ = filled_slots(lengths, tiles, shape)
+    records = {
+        (slot, column): 0
+        for slot in range(2 * shape.ctas)
+        for column in (Record.SPLIT, Record.ROWS)
+    }
+    for slot, span in slots.items():
+        records[slot, Record.SPLIT], records[slot, Record.ROWS] = span.split, slot + 1
+    listed: dict[tuple[int, int], int] = {}
+    shared = SimpleNamespace(records=records, tiles=SimpleNamespace(iterator=None), totals={})
+    warp = Warp(0.0)
+    arch = warp.cute.arch
+    arch.vote_ballot_sync = lambda chosen: sum(
+        bool(lane) << i for i, lane in enumerate(warp._exchanged(chosen))
+    )
+    arch.popc = int.bit_count
+    warp.cute.recast_ptr = warp.cute.make_layout = lambda *args, **options: None
+    warp.cute.make_tensor = lambda place, layout: listed
+    for name, value in {"cute": warp.cute, "cutlass": warp.cutlass}.items():
+        monkeypatch.setattr(merge, name, value)
+    for name in ("Int16", "Int32"):
+        monkeypatch.setattr(merge, name, int)
+    monkeypatch.setattr(merge, "list_slots", as_written(merge.list_slots))
+    count_tiles = as_written(merge.count_tiles)
+    warp.run(lambda: count_tiles(shared, shape.ctas, 7))
+    wanted = [(first, last) for first, last, _ in merged(slots, shape)]
+    assert [(listed[i, 0], listed[i, 1]) for i in range(len(listed) // 2)] == wanted
+    most = max((first + 1 for first, _ in wanted), default=0)
+    totals = {Total.TILES: len(wanted), Total.MOST_ROWS: most, Total.CTAS: shape.ctas}
+    assert shared.totals == {**totals, Total.RANK: 7}
 
 
 TILES = st.one_of(st.integers(1, 12), st.integers(1, 500))

@@ -414,7 +414,9 @@ class FlashMLASm90(ClusterHost):
             cute.arch.griddepcontrol_launch_dependents()
             if splits:
                 working = group_ctas * scheduler.range.groups
-                merge_partials(outputs, merge, group_ctas, ctas, working, cta, self.dtype)
+                merge_partials(
+                    outputs, merge, group_ctas, ctas, working, cta, self.q_rows, self.dtype
+                )
 
 
 @dataclass

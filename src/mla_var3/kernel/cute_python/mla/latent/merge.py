@@ -33,13 +33,14 @@ included, must not share its workspace.
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int16, Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARP_BITS,
@@ -54,9 +55,8 @@ from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
 
-LOADS = 16
-"""Reads of `VECTOR_BITS` that a lane starts before it uses the first: the 8 warps of a CTA have few
-in flight otherwise. Other numbers were not measured."""
+SLOT_BITS = 16
+"""Of a slot in `MergeShared.tiles`."""
 LOOKS = 16
 """How often a CTA that has computed all looks for others that have not started before it leaves.
 CTAs without work end while the last ones are being started. Other numbers were not measured."""
@@ -122,7 +122,7 @@ class MergeShared:
 
     Attributes:
         records: [slot, 3] as in `merges`.
-        owners: [split tile]: the slot of its first partial.
+        tiles: [split tile]: the slot of its first partial, and above `SLOT_BITS` that of its last.
         stays: [CTA]: whether it takes part.
         totals: see `Total`.
         weights: [warp, 2] maximum and sum of weights of a warp's partials.
@@ -130,7 +130,7 @@ class MergeShared:
     """
 
     records: Any
-    owners: Any
+    tiles: Any
     stays: Any
     totals: Any
     weights: Any
@@ -257,6 +257,7 @@ def merge_partials(
     ctas: Int32,
     working: Int32,
     cta: Int32,
+    rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """The end of a CTA whose launch may split items; all consumers call it.
@@ -268,6 +269,7 @@ def merge_partials(
         ctas: CTAs of the launch.
         working: those of them that have work tiles, the first ones.
         cta: this one.
+        rows: query rows of a tile.
         dtype: element type of the output.
     """
     merges = outputs.merges
@@ -294,7 +296,7 @@ def merge_partials(
             readers = cute.arch.atomic_add(
                 state_pointer(merges, ctas, ctas), Int64(1), sem="relaxed", scope="gpu"
             )
-        merge_own_rows(outputs, shared, group_ctas, ctas, dtype)
+        merge_own_rows(outputs, shared, group_ctas, ctas, rows, dtype)
         # Issued above and used only here, so that its latency is hidden.
         if thread == 0 and readers == shared.totals[Total.CTAS] - 1:
             for other in cutlass.range(ctas, unroll=8):
@@ -348,27 +350,43 @@ def gather(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int
 def count_tiles(shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
     """List the split work tiles, in the same order in every CTA; one warp calls it.
 
-    Until `count_ctas` says otherwise, all CTAs take part.
+    Tiles end in the order in which they begin: a CTA group has the first partial of one item at
+    most, and the last of one before it. Until `count_ctas` says otherwise, all CTAs take part.
     """
     lane = cute.arch.lane_idx()
-    tiles = Int32(0)
-    most = Int32(0)
+    slots = cute.make_tensor(
+        cute.recast_ptr(shared.tiles.iterator, dtype=Int16),
+        cute.make_layout((MOST_SLOTS, 2), stride=(2, 1)),
+    )
+    begun, ended, most = Int32(0), Int32(0), Int32(0)
     for base in cutlass.range(0, 2 * ctas, 32, unroll=1):
         slot = base + lane
-        first = False
+        split, rows = Int32(0), Int32(0)
         if slot < 2 * ctas:
-            first = (shared.records[slot, Record.SPLIT] & Split.FIRST) != 0
-        found = cute.arch.vote_ballot_sync(first)
-        if first:
-            shared.owners[tiles + cute.arch.popc(found & ((Int32(1) << lane) - 1))] = slot
-            most = cutlass.max(most, shared.records[slot, Record.ROWS])
-        tiles += cute.arch.popc(found)
+            split = shared.records[slot, Record.SPLIT]
+            rows = shared.records[slot, Record.ROWS]
+        begun = list_slots(slots, 0, slot, (split & Split.FIRST) != 0, begun)
+        ended = list_slots(slots, 1, slot, (split & Split.LAST) != 0, ended)
+        if (split & Split.FIRST) != 0:
+            most = cutlass.max(most, rows)
     most = cute.arch.warp_redux_sync(most, "max")
     if lane == 0:
-        shared.totals[Total.TILES] = tiles
+        shared.totals[Total.TILES] = begun
         shared.totals[Total.MOST_ROWS] = most
         shared.totals[Total.CTAS] = ctas
         shared.totals[Total.RANK] = cta
+
+
+@cute.jit
+def list_slots(
+    slots: cute.Tensor, column: cutlass.Constexpr, slot: Int32, chosen: Boolean, found: Int32
+) -> Int32:
+    """Write the slots of the lanes that are chosen behind those found before; returns how many."""
+    lanes = cute.arch.vote_ballot_sync(chosen)
+    if chosen:
+        place = found + cute.arch.popc(lanes & ((Int32(1) << cute.arch.lane_idx()) - 1))
+        slots[place, column] = Int16(slot)
+    return found + cute.arch.popc(lanes)
 
 
 @cute.jit
@@ -398,23 +416,23 @@ def merge_own_rows(
     shared: cutlass.Constexpr,
     group_ctas: Int32,
     ctas: Int32,
+    rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """Merge this CTA's share of the rows."""
     chunks = outputs.widths.k // (32 * vector_columns(outputs.o_partial))
-    rows = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS]
-    if rows * chunks > ctas * CONSUMER_WARPS:
-        merge_units(outputs, shared, group_ctas, ctas, Int32(0), chunks, dtype)
+    units = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS] * chunks
+    if units > ctas * CONSUMER_WARPS:
+        merge_units(outputs, shared, group_ctas, ctas, Int32(0), chunks, rows, dtype)
     else:
         # Where the rows are so few that one turn is enough, a warp takes some columns of one, and
         # where these are few as well, several warps take some partials each: one alone would wait
         # for memory again and again.
         team_bits = Int32(0)
-        units = rows * chunks
         while team_bits < CONSUMER_WARP_BITS and units * 2 <= ctas * CONSUMER_WARPS:
             team_bits += 1
             units = units * 2
-        merge_units(outputs, shared, group_ctas, ctas, team_bits, 1, dtype)
+        merge_units(outputs, shared, group_ctas, ctas, team_bits, 1, rows, dtype)
 
 
 @cute.jit
@@ -425,12 +443,13 @@ def merge_units(
     ctas: Int32,
     team_bits: Int32,
     chunks: cutlass.Constexpr,
+    rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """Merge this CTA's units, each some columns of a row.
 
     Args:
-        outputs, shared, group_ctas, ctas, dtype: as for `merge_partials`.
+        outputs, shared, group_ctas, ctas, rows, dtype: as for `merge_partials`.
         team_bits: log2 of the warps that share a unit, each with some of its partials; 0 for whole
             rows.
         chunks: chunks of columns of a unit.
@@ -449,29 +468,25 @@ def merge_units(
     team = Int32(1) << team_bits
     member = warp & (team - 1)
     per_turn = present << (CONSUMER_WARP_BITS - team_bits)
-    turns = Int32(1)
-    if units > per_turn:
-        turns = quotient(units + per_turn - 1, per_turn)
-    slots = 2 * ctas
-    partials = cute.make_tensor(
-        outputs.o_partial,
-        cute.make_layout((slots * slot_rows(outputs.o_partial), k), stride=(k, 1)),
-    )
     factors = None
     if const_expr(outputs.o_partial.dtype is Float16):
-        factors = partial_factors(outputs.o_partial, slots, k)
-    unit = (rank << (CONSUMER_WARP_BITS - team_bits)) + (warp >> team_bits)
-    for _ in cutlass.range(turns, unroll=1):
-        first = Int32(0)
+        factors = partial_factors(outputs.o_partial, 2 * ctas, k)
+    turn = rank << (CONSUMER_WARP_BITS - team_bits)  # the first unit of the CTA's warps
+    while turn < units:
+        unit = turn + (warp >> team_bits)
+        slots = Int32(0)
+        first_row = Int32(0)
         row = Int32(0)
         chunk = Int32(0)
         valid = Boolean(False)
         if unit < units:
             tile = quotient(unit, tile_units)
             place = unit - tile * tile_units
-            first = shared.owners[tile]
+            slots = shared.tiles[tile]
+            first = slots & ((1 << SLOT_BITS) - 1)
             row = quotient(place, per_row)
             chunk = place - row * per_row
+            first_row = shared.records[first, Record.FIRST_ROW]
             valid = row < shared.records[first, Record.ROWS]
         top = -Float32.inf
         weight = Float32(0.0)
@@ -479,16 +494,16 @@ def merge_units(
         acc.fill(0.0)
         if valid:
             top, weight = add_partials(
-                partials, factors, outputs.lse_partial, shared, acc, first, row, chunk, group_ctas,
-                slots, member, team, chunks,
+                outputs.o_partial, k, factors, outputs.lse_partial, acc, slots, row, chunk,
+                group_ctas, member, team, chunks, rows,
             )  # fmt: skip
         if const_expr(chunks == 1):
             if team > 1:
                 top, weight = add_team(shared, acc, top, weight, warp, member, team)
         if valid and member == 0:
-            at = shared.records[first, Record.FIRST_ROW] + row
+            at = first_row + row
             store_merged(outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype)
-        unit += per_turn
+        turn += per_turn
 
 
 def vector_columns(o_partial: cute.Pointer) -> int:
@@ -502,110 +517,106 @@ def partial_factors(o_partial: cute.Pointer, slots: Int32, k: int) -> cute.Tenso
     return cute.make_tensor(words, cute.make_layout((slots, ROWS), stride=(ROWS * k, 1)))
 
 
+def partials_at_once(o_partial: cute.Pointer, rows: int, chunks: int) -> int:
+    """Partials that a warp reads before it uses the first; its CTA has few in flight otherwise.
+
+    More take more code, which is not in the instruction cache when it runs. Of whole rows there are
+    several reads each; few rows leave a warp with few partials. Other numbers were not measured.
+    """
+    few = rows < ROWS and o_partial.dtype.width == Float16.width
+    return 4 if few or chunks > 1 else 8
+
+
 def slot_rows(o_partial: cute.Pointer) -> int:
     """Rows of partials from one slot to the next: a slot has room for float32."""
     return ROWS * Float32.width // o_partial.dtype.width
 
 
 @cute.jit
-def count_partials(shared: cutlass.Constexpr, second: Int32, step: Int32, slots: Int32) -> Int32:
-    """Partials of a tile: those from the second on lie a group apart, up to one marked as last."""
-    lane = cute.arch.lane_idx()
-    partials = Int32(1)
-    searching = Boolean(True)
-    base = Int32(0)
-    while searching:
-        slot = second + (base + lane) * step
-        is_last = False
-        if slot < slots:
-            is_last = (shared.records[slot, Record.SPLIT] & Split.LAST) != 0
-        found = cute.arch.vote_ballot_sync(is_last)
-        if found != 0:
-            searching = Boolean(False)
-            partials = base + 1 + cute.arch.popc((found & -found) - 1) + 1
-        else:
-            base += 32
-            searching = second + base * step < slots
-    return partials
-
-
-@cute.jit
 def add_partials(
-    partials: cute.Tensor,
+    o_partial: cute.Pointer,
+    k: cutlass.Constexpr,
     factors: cutlass.Constexpr,
     lse_partial: cute.Tensor,
-    shared: cutlass.Constexpr,
     acc: cute.Tensor,
-    first: Int32,
+    slots: Int32,
     row: Int32,
     chunk: Int32,
     group_ctas: Int32,
-    slots: Int32,
     rank: Int32,
     team: Int32,
     chunks: cutlass.Constexpr,
+    rows: cutlass.Constexpr,
 ):
     """Add every `team`-th partial of a row, weighted; returns the maximum and the sum of weights.
 
+    Each of the first lanes has the slot, the LSE and the weight of one of the partials that are
+    read together, and hands them to the others.
+
     Args:
-        partials: o_partial as rows.
+        o_partial: the partials.
+        k: columns of a row.
         factors: `partial_factors`, or None for partials that have none.
         lse_partial: LSE of these rows.
-        shared: shared memory of the merge.
         acc: (columns of a vector, chunks) this lane's columns.
-        first: slot of the tile's first partial.
+        slots: the tile's entry in `MergeShared.tiles`.
         row: row of the tile.
         chunk: which unit of the row's columns.
         group_ctas: CTAs of a CTA group.
-        slots: slots of the launch.
         rank: the first partial to add.
         team: step from one partial to the next.
         chunks: chunks of columns of a unit.
+        rows: query rows of a tile.
     """
     lane = cute.arch.lane_idx()
+    first, last = slots & ((1 << SLOT_BITS) - 1), slots >> SLOT_BITS
     step = group_ctas * 2
-    second = (first & -2) + step
-    count = count_partials(shared, second, step, slots)
-    batch = LOADS // chunks
+    batch = partials_at_once(o_partial, rows, chunks)
     vector = cute.size(acc, mode=[0])
+    columns = (o_partial + (chunk * chunks * 32 + lane) * vector).align(VECTOR_BITS // 8)
     top = -Float32.inf
     weight = Float32(0.0)
-    for base in cutlass.range(rank, count, team * batch, unroll=1):
-        loaded = cute.make_rmem_tensor((vector, chunks, batch), partials.element_type)
-        own = cute.make_rmem_tensor(batch, Float32)
-        own_factors = cute.make_rmem_tensor(batch, Float32)
-        own_factors.fill(0.0)
-        own.fill(-Float32.inf)
-        loaded.fill(0.0)
+    # All but the first partial are in even slots.
+    begin = (first & -2) + rank * step
+    for base in cutlass.range(begin, last + 1, team * batch * step, unroll=1):
+        # Behind the last partial the last one is read again, with a weight of 0.
+        own = base + lane * team * step
+        exists = lane < batch and own <= last
+        own_slot = cutlass.min(own, last)
+        if own <= first:
+            own_slot = first
+        own_place = (own_slot * slot_rows(o_partial) + row) * k
+        own_lse = -Float32.inf
+        own_factor = Float32(1.0)
+        if exists:
+            own_lse = lse_partial[own_slot * ROWS + row]
+            if const_expr(factors is not None):
+                own_factor = factors[own_slot, row]
+        loaded = cute.make_rmem_tensor((vector, chunks, batch), o_partial.dtype)
         for j in cutlass.range_constexpr(batch):
-            i = base + j * team
-            if i < count:
-                slot = second + (i - 1) * step
-                if i == 0:
-                    slot = first
-                own[j] = lse_partial[slot * ROWS + row]
-                if const_expr(factors is not None):
-                    own_factors[j] = factors[slot, row]
-                for c in cutlass.range_constexpr(chunks):
-                    column = (chunk * chunks + c) * 32 + lane
-                    place = slot * slot_rows(partials.iterator) + row
-                    source = cute.local_tile(partials[place, None], (vector,), (column,))
-                    cute.autovec_copy(source, loaded[None, c, j])
-        new = top
-        for j in cutlass.range_constexpr(batch):
-            new = cute.arch.fmax(new, own[j])
+            place = columns + cute.assume(cute.arch.shuffle_sync(own_place, j), divby=vector)
+            for c in cutlass.range_constexpr(chunks):
+                source = cute.make_tensor(place + c * 32 * vector, vector)
+                cute.autovec_copy(source, loaded[None, c, j])
+        new = cute.arch.fmax(top, reduce_first(own_lse, batch, cute.arch.fmax))
         level = finite(new)
         scale = cute.math.exp2(top - level, fastmath=True)
-        weight = weight * scale
+        own_weight = cute.math.exp2(own_lse - level, fastmath=True)
+        weight = weight * scale + reduce_first(own_weight, batch, operator.add)
+        own_weight = own_weight * own_factor
         acc.store(acc.load() * scale)
         for j in cutlass.range_constexpr(batch):
-            own_weight = cute.math.exp2(own[j] - level, fastmath=True)
-            weight += own_weight
-            if const_expr(factors is not None):
-                own_weight = own_weight * own_factors[j]
-            acc.store(acc.load() + loaded[None, None, j].load().to(Float32) * own_weight)
+            factor = cute.arch.shuffle_sync(own_weight, j)
+            acc.store(acc.load() + loaded[None, None, j].load().to(Float32) * factor)
         top = new
     return top, weight
+
+
+def reduce_first(value: Float32, lanes: int, operation: Any) -> Float32:
+    """The reduction over the first lanes of a warp, in all its lanes."""
+    for bit in range(lanes.bit_length() - 1):
+        value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=1 << bit))
+    return cute.arch.shuffle_sync(value, 0)
 
 
 @cute.jit
@@ -668,7 +679,7 @@ def store_merged(
     inverse = Float32(0.0)
     lse_log2 = -Float32.inf
     if weight > 0.0:
-        inverse = Float32(1.0) / weight
+        inverse = cute.arch.rcp_approx(weight)
         lse_log2 = top + cute.math.log2(weight, fastmath=True)
     vector = cute.size(acc, mode=[0])
     narrow = cute.make_rmem_tensor((vector, chunks), dtype)

@@ -412,31 +412,42 @@ def finish(
             if lane % 4 == 0:
                 peaks[row0 + 8 * r, group] = peak
         cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range(2, unroll=1):
             row = row0 + 8 * r
             exists = writing and tile.row + row < tile.rows
-            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
+            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[0])
             factor = float16_factor(cute.arch.fmax(peaks[row, 0], peaks[row, 1]))
-            o[r, None].store(o[r, None].load() * factor)
             start = (Int64(slot) * slot_rows(outputs.o_partial) + row) * k
             target = outputs.o_partial + (start + group * half)
-            store_narrow(o[r, None], half, target, lane, exists, outputs.o_partial.dtype)
+            store_narrow(o[0, None], factor, half, target, lane, exists, outputs.o_partial.dtype)
             if writes_lse and exists:
                 lse_partial[slot * ROWS + row] = lse_log2
                 factors = partial_factors(outputs.o_partial, slot + 1, k)
                 factors[slot, row] = inverse * cute.arch.rcp_approx(factor)
+            second_row(o, top)
     else:
         cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range(2, unroll=1):
             row = row0 + 8 * r
             exists = writing and tile.row + row < tile.rows
-            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
-            o[r, None].store(o[r, None].load() * inverse)
+            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[0])
             at = Int64(tile.base + tile.row + row)
             target = outputs.o_latent + (at * k + group * half)
-            store_narrow(o[r, None], half, target, lane, exists, dtype)
+            store_narrow(o[0, None], inverse, half, target, lane, exists, dtype)
             if writes_lse and exists:
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
+            second_row(o, top)
+
+
+@cute.jit
+def second_row(o: cute.Tensor, top: cute.Tensor):
+    """Put the second of a thread's rows in the place of the first, for the same code.
+
+    The code at the end of a tile is not in the instruction cache. To fetch it takes longer than to
+    move the numbers.
+    """
+    o[0, None].store(o[1, None].load())
+    top[0] = top[1]
 
 
 @cute.jit
@@ -456,20 +467,21 @@ def float16_factor(peak: Float32) -> Float32:
 @cute.jit
 def store_narrow(
     row: cute.Tensor,
+    factor: Float32,
     columns: cutlass.Constexpr,
     target: cute.Pointer,
     lane: Int32,
     write: Boolean,
     dtype: cutlass.Constexpr,
 ):
-    """Store this thread's columns of a row of half an output in 16 bits, if `write`.
+    """Store this thread's columns of a row of half an output times a factor in 16 bits, if `write`.
 
     Four neighbour threads hold 2 of 8 columns each. Pairs of them exchange columns of two groups of
     8, so that each has 4 neighbouring columns and the four fill a memory sector of 32 bytes. All
     threads of the warp take part in the exchange, whether their row is written or not.
     """
     narrow = cute.make_rmem_tensor((2, columns // 8), dtype)
-    narrow.store(own_columns(row, columns).load().to(dtype))
+    narrow.store((own_columns(row, columns).load() * factor).to(dtype))
     words = cute.recast_tensor(narrow, Int32)  # (1, columns / 8)
     out = cute.make_rmem_tensor((2, columns // 16), Int32)
     odd = lane % 2

@@ -90,6 +90,7 @@ def consume(
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
     mailbox: cutlass.Constexpr,
+    early: cutlass.Constexpr,
 ):
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
@@ -108,6 +109,7 @@ def consume(
         scheduler: the CTA's work tiles.
         columns: query rows on the N side of the second product.
         mailbox: `Mailbox` of a kernel with clusters, else None.
+        early: as for `produce`.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -141,7 +143,7 @@ def consume(
     tile = scheduler.first_tile()
     base = Int32(0)
     while tile.valid:
-        load_queries(queries, exchange, tile, thread, per_token)
+        load_queries(queries, exchange, tile, thread, base == 0, early, per_token)
         begin_tile(means, t, group)
         acc_o.fill(0.0)
         state.sums.fill(0.0)

@@ -381,7 +381,7 @@ class LatentFp8Sm90(ClusterHost):
                     TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global), scale_source,
                     table, pages, page_tokens // KV_BLOCK, self.block_bytes,
                 )  # fmt: skip
-                produce(cache, blocks, barriers, scheduler, first_block)
+                produce(cache, blocks, barriers, scheduler, first_block, self.early)
             elif warp_index == WATCHER_WARP:
                 if splits:
                     watch_starts(merges, merge, ctas, cta)
@@ -429,10 +429,12 @@ class LatentFp8Sm90(ClusterHost):
                     q_rope_token_stride, heads, self.dtype,
                 ),
                 exchange, means, first_token, outputs, whole_scale, scale_log2e, scheduler,
-                self.columns, mailbox,
+                self.columns, mailbox, self.early,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does
             if splits:
                 working = group_ctas * scheduler.range.groups
-                merge_partials(outputs, merge, group_ctas, ctas, working, cta, self.dtype)
+                merge_partials(
+                    outputs, merge, group_ctas, ctas, working, cta, self.columns, self.dtype
+                )

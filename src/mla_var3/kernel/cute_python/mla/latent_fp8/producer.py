@@ -10,14 +10,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    KV_BLOCK,
+    LATENT,
+    ROPE,
+)
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
-from mla_var3.kernel.cute_python.mla.latent.producer import kv_policy, place_of
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, kv_policy, place_of
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import MEAN_PAIRS, MEAN_WARPS
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
 its full rate (docs/kernels/flash-attention.md)."""
+FIRST_BLOCKS = 2
+"""KV blocks of a CTA that are loaded before its first queries have arrived: those whose scores are
+computed first. With more of them queries would wait for blocks that are needed later."""
 NO_BLOCK, NO_BLOCK_YET = -1, -2
 """Numbers of no KV block: behind the last one, and before a tile has means."""
 MBARRIERS = 2 * STAGES + 2
@@ -97,6 +106,7 @@ def produce(
     barriers: cute.Pointer,
     scheduler: cutlass.Constexpr,
     first_block: cute.Tensor,
+    early: cutlass.Constexpr,
 ):
     """Load the KV blocks of all work tiles of the CTA; one warp calls it.
 
@@ -107,6 +117,7 @@ def produce(
         scheduler: the CTA's work tiles.
         first_block: [1] first block of the last tile that has means, by its number in the CTA. Its
             readers have waited for that block, or for one behind the last, which sets `NO_BLOCK`.
+        early: whether KV blocks are loaded before the queries exist; see the kernel.
     """
     parts = [
         transfer(cache.latent, shared.keys, (KV_BLOCK, LATENT)),
@@ -121,6 +132,9 @@ def produce(
         if has_means(tile):
             first_block[0] = number
         for index in cutlass.range(2 * tile.pairs, unroll=1):
+            if const_expr(not early):
+                if number == FIRST_BLOCKS:
+                    cute.arch.barrier(barrier_id=Barrier.QUERIES, number_of_threads=CONSUMERS + 32)
             place = place_of(cache, tile.request, tile.first + index, tile.last)
             load_block(cache, parts, barriers, number, place.block, place.page, policy)
             number += 1

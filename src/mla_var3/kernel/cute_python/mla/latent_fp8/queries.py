@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
@@ -32,11 +32,13 @@ def load_queries(
     exchange: cutlass.Constexpr,
     tile: cutlass.Constexpr,
     thread: Int32,
+    first: Boolean,
+    early: cutlass.Constexpr,
     per_token: cutlass.Constexpr,
 ):
     """Query rows into shared memory, as e4m3 numbers with a scale each; zeros for absent rows.
 
-    Clears the running maxima too.
+    Clears the running maxima too. The producer waits for the `first` of a CTA, unless `early`.
 
     Four lanes of a warp share a row, `WARP_ROWS` lanes apart, so that stores of neighbouring lanes
     lie in different banks. A lane then finds the place of one row, and a row's scale takes two
@@ -72,6 +74,9 @@ def load_queries(
     for step in cutlass.range_constexpr(2):
         other = cute.arch.shuffle_sync_bfly(peak, offset=WARP_ROWS << step)
         peak = cute.arch.fmax(peak, other)
+    if const_expr(not early):
+        if first:
+            cute.arch.barrier_arrive(barrier_id=Barrier.QUERIES, number_of_threads=CONSUMERS + 32)
     scale = Float32(1.0)
     if peak > 0.0:
         scale = cute.arch.fmax(peak * (1.0 / E4M3_MAX), Float32(2.0**-120))

@@ -199,15 +199,16 @@ def finish(
         total = row_sum(state.sums[r])
         if t % 4 == 0:
             exchange.row_sum[row0 + 8 * r, group] = total
-    if flushed != 0:
-        sync_warpgroup(Barrier.WARPGROUP_0 + group)
-        if t < ROWS:
-            fall = exchange.carried[t, group] - exchange.tops[t, group]
-            exchange.carried[t, group] = cute.math.exp2(fall, fastmath=True)
-        sync_warpgroup(Barrier.WARPGROUP_0 + group)
-        read_back(o, exchange, own_words(outputs, t, group, scheduler), t, group, columns)
-    if removing != 0:
-        restore(o, state, means, t, group, columns)
+    if (flushed | removing) != 0:  # one jump over both where there is neither
+        if flushed != 0:
+            sync_warpgroup(Barrier.WARPGROUP_0 + group)
+            if t < ROWS:
+                fall = exchange.carried[t, group] - exchange.tops[t, group]
+                exchange.carried[t, group] = cute.math.exp2(fall, fastmath=True)
+            sync_warpgroup(Barrier.WARPGROUP_0 + group)
+            read_back(o, exchange, own_words(outputs, t, group, scheduler), t, group, columns)
+        if removing != 0:
+            restore(o, state, means, t, group, columns)
     # For the sums of the other warpgroup.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     end_tile(means, tile, t, group)
@@ -241,13 +242,21 @@ def finish(
     factors = (exchange.tops, means.removed)
     values = own_values(first_token, t, group)
     column = group * HALF + t // 32 * 16 + t % 32 // 4 * 2  # the first of this thread's
-    if partial:
-        start = Int64(slot) * (slot_rows(outputs.o_partial) * LATENT)
-        first = outputs.o_partial + (start + column)
-        store_rows(o, values, factors, first, rows, t, group, columns, outputs.o_partial.dtype)
-    else:
-        first = outputs.o_latent + (Int64(tile.base + tile.row) * LATENT + column)
+    of_partial = outputs.o_partial + (
+        Int64(slot) * (slot_rows(outputs.o_partial) * LATENT) + column
+    )
+    of_result = outputs.o_latent + (Int64(tile.base + tile.row) * LATENT + column)
+    if const_expr(dtype is outputs.o_partial.dtype):
+        address = of_result.toint()
+        if partial:
+            address = of_partial.toint()
+        first = cute.make_ptr(dtype, address, cute.AddressSpace.gmem)
         store_rows(o, values, factors, first, rows, t, group, columns, dtype)
+    elif partial:
+        other = outputs.o_partial.dtype
+        store_rows(o, values, factors, of_partial, rows, t, group, columns, other)
+    else:
+        store_rows(o, values, factors, of_result, rows, t, group, columns, dtype)
 
 
 @cute.jit
@@ -325,17 +334,23 @@ def store_rows(
         dtype: type in which they are written.
     """
     lane = t % 32
+    half = columns // 2
     # Aligned once: all that is added below is a constant.
     first = (first + own_row(0, 0, lane) * LATENT).align(2 * dtype.width // 8)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, lane)
-            own, share = (factor[row, group] for factor in factors)
-            if row < rows:
-                for m in cutlass.range_constexpr(HALF // 64):
-                    pair = cute.make_rmem_tensor(2, dtype)
-                    for r in cutlass.range_constexpr(2):
-                        number = o[(e, j), (r, m)] * own + values[2 * m + r] * share
-                        pair[r] = number.to(dtype)
-                    place = first + ((j * 8 + e) * LATENT + m * 64)
-                    cute.autovec_copy(pair, cute.make_tensor(place, 2))
+    # In two parts, for the same code: it is not in the instruction cache, and to fetch it takes
+    # longer than to move the numbers of the second part.
+    for part in cutlass.range(2, unroll=1):
+        begin = first + cute.assume(part * (half * LATENT), divby=2)
+        for j in cutlass.range_constexpr(half // 8):
+            for e in cutlass.range_constexpr(2):
+                row = own_row(j, e, lane) + part * half
+                own, share = (factor[row, group] for factor in factors)
+                if row < rows:
+                    for m in cutlass.range_constexpr(HALF // 64):
+                        pair = cute.make_rmem_tensor(2, dtype)
+                        for r in cutlass.range_constexpr(2):
+                            number = o[(e, j), (r, m)] * own + values[2 * m + r] * share
+                            pair[r] = number.to(dtype)
+                        place = begin + ((j * 8 + e) * LATENT + m * 64)
+                        cute.autovec_copy(pair, cute.make_tensor(place, 2))
+                o[(e, j), None].store(o[(e, j + half // 8), None].load())
