@@ -1,12 +1,16 @@
 """Time the decode attention of vLLM's MLA backends per layer, without starting an engine.
 
-    python -m tests.gpu.serving.layers OUT.json [--heads=8,16,32,128] [--seconds=240]
+    python -m tests.gpu.serving.layers OUT.json [--heads=8,16,32,128] [--cold] [--seconds=240]
 
 Builds what vLLM would run: each backend's metadata builder and one implementation per layer, on
 scattered pages of 64 tokens, inside a CUDA graph of several layers with a cache each. Backends take
 turns. Queries have the strides that vLLM's projections leave; the copies, merges and splits that a
 backend needs are inside of its time. The schedule that FLASHMLA and FLASH_ATTN_MLA compute once per
 step is not. Outputs are compared before anything is timed.
+
+Layers of attention alone leave code, lengths and block table in the caches. With `--cold` each
+layer begins as in a model, behind other kernels and more bytes than the L2 cache holds; their time,
+from a graph of them alone, is taken off.
 
 `uniform` batches have equal lengths and 1 + drafts query tokens per request. `ragged` ones have
 lengths between half and all of the context and 1 to 1 + drafts query tokens; there FLASHMLA sends
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -46,6 +51,8 @@ FEWEST_LAYERS, MOST_LAYERS = 3, 12
 BIG_BATCH = 2**21
 """Tokens of a batch that is timed after all others."""
 TOLERANCE = 2e-2
+ALONE = "between layers"
+"""The graph of what lies between layers, without attention."""
 SPIN_CYCLES = 200_000
 """Keeps the GPU busy while the host enqueues what is timed."""
 
@@ -138,14 +145,23 @@ class Backend:
         self.layer = SimpleNamespace(_k_scale=torch.ones((), device=device))
 
     def step(
-        self, batch: Any, queries: tuple[torch.Tensor, torch.Tensor], caches: list[torch.Tensor]
+        self,
+        batch: Any,
+        queries: tuple[torch.Tensor, torch.Tensor],
+        caches: list[torch.Tensor],
+        between: Callable[[], object] | None,
     ) -> Callable[[], torch.Tensor]:
-        """The attention of all layers in a decode step; it returns the last layer's output."""
+        """The attention of all layers in a decode step; it returns the last layer's output.
+
+        `between` is called in front of each layer.
+        """
         metadata = self.builder.build(0, batch)
         assert metadata.num_prefills == 0, "the backend would send requests to prefill"
 
         def run() -> torch.Tensor:
             for impl, cache in zip(self.impls, caches, strict=False):
+                if between is not None:
+                    between()
                 output, _ = impl.forward_mqa(queries, cache, metadata, self.layer)
             return output
 
@@ -206,15 +222,42 @@ def queries_of(row: Row, device: torch.device) -> tuple[torch.Tensor, torch.Tens
     return latent.transpose(0, 1), q[..., NOPE:]
 
 
-class Clock:
-    """Times of steps of several backends, which take turns."""
+class OtherWork:
+    """What lies between the attention of two layers: other code, and weights that fill L2."""
 
-    def __init__(self, steps: dict[str, Callable[[], Any]], layers: int) -> None:
-        self._steps, self._layers = steps, layers
+    def __init__(self, device: torch.device) -> None:
+        bytes_read = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._weights = torch.zeros(bytes_read // 4, device=device)
+        self._matrix = torch.zeros(1024, 1024, device=device, dtype=torch.bfloat16)
+
+    def __call__(self) -> None:
+        self._weights.sum()
+        torch.mm(self._matrix, self._matrix)
+
+
+class Clock:
+    """Times of steps of several backends, which take turns.
+
+    Args:
+        steps: a step of all layers by backend.
+        layers: how many.
+        between: what the steps call in front of each layer; its time is taken off.
+    """
+
+    def __init__(
+        self,
+        steps: dict[str, Callable[[], Any]],
+        layers: int,
+        between: Callable[[], object] | None = None,
+    ) -> None:
+        self._steps, self._layers, self._between = steps, layers, between
 
     def graphs(self) -> dict[str, dict[str, float]]:
         """Microseconds per layer inside of CUDA graphs: median and spread."""
         graphs = {name: captured(step) for name, step in self._steps.items()}
+        between = self._between
+        if between is not None:
+            graphs[ALONE] = captured(lambda: [between() for _ in range(self._layers)])
         for graph in graphs.values():
             graph.replay()
         first = {name: self._replay(graph) for name, graph in graphs.items()}
@@ -224,8 +267,12 @@ class Clock:
             for name, graph in graphs.items():
                 times[name].append(1e6 * self._replay(graph) / self._layers)
                 time.sleep(min(0.02, first[name]))  # let the card cool down after a long one
+        alone = times.pop(ALONE, [0.0])
         return {
-            name: {"us": statistics.median(found), "spread": statistics.pstdev(found)}
+            name: {
+                "us": statistics.median(found) - statistics.median(alone),
+                "spread": math.hypot(statistics.pstdev(found), statistics.pstdev(alone)),
+            }
             for name, found in times.items()
         }
 
@@ -297,7 +344,7 @@ def compile_program(heads: int, tokens: int) -> None:
 
 
 def measured(
-    rows: list[Row], device: torch.device, folder: Path, until: float
+    rows: list[Row], device: torch.device, folder: Path, until: float, cold: bool
 ) -> Iterator[dict[str, Any]]:
     """Results of the rows, as they come."""
     from mla_var3.integrations import paged
@@ -318,6 +365,7 @@ def measured(
     for part in memory.split(2**14):
         part.normal_()
     backends: dict[int, dict[str, Backend]] = {}
+    between = OtherWork(device) if cold and gpu else None
     for row in rows:
         if time.time() > until:
             break
@@ -330,7 +378,7 @@ def measured(
             caches = [memory[i * row.blocks : (i + 1) * row.blocks] for i in range(row.layers())]
             batch, queries = batch_of(row, device), queries_of(row, device)
             steps = {
-                name: backend.step(batch, queries, caches)
+                name: backend.step(batch, queries, caches, between)
                 for name, backend in backends[row.heads].items()
                 if row.served_by(name)
             }
@@ -341,8 +389,8 @@ def measured(
             )
             del outputs
             if gpu:
-                clock = Clock(steps, row.layers())
-                if row.kind == "uniform" and row.batch == min(r.batch for r in rows):
+                clock = Clock(steps, row.layers(), between)
+                if not cold and row.kind == "uniform" and row.batch == min(r.batch for r in rows):
                     result["host_us"] = clock.host()
                 result["graph"] = clock.graphs()
                 del clock
@@ -399,6 +447,7 @@ def main() -> int:
     parser.add_argument("--context", type=numbers, default=[1024, 4096, 16384])
     parser.add_argument("--drafts", type=numbers, default=[0, 1, 3, 7])
     parser.add_argument("--kinds", default="uniform,ragged")
+    parser.add_argument("--cold", action="store_true", help="other work in front of each layer")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given = parser.parse_args()
@@ -423,14 +472,15 @@ def main() -> int:
     print(f"{'kind':<8}{'h':>4}{'b':>5}{'t':>7}{'mtp':>4}", *(OURS, *PEERS), "ratio  host us")
     results = []
     folder = Path(tempfile.mkdtemp(prefix="vllm-layers-"))
-    for result in measured(rows, device, folder, started + given.seconds):
+    for result in measured(rows, device, folder, started + given.seconds, given.cold):
         results.append(result)
         print(line_of(result), flush=True)
     print("\n".join(summary_of(results)))
     done = [result for result in results if "error" not in result]
     worst = max((result["difference"] for result in done), default=0.0)
     seconds = time.time() - started
-    write_record(given.out, "serving.layers", {"rows": results, "asked": len(rows)})
+    record = {"rows": results, "asked": len(rows), "cold": given.cold}
+    write_record(given.out, "serving.layers", record)
     print(f"{len(done)} of {len(rows)} rows, largest difference {worst:.4f}, {seconds:.0f} s")
     return 0 if len(done) == len(rows) and worst <= TOLERANCE else 1
 
