@@ -32,6 +32,7 @@ os.environ.update(
 import torch
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.models import registry
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.prefill.registry import (
     MLAPrefillBackendEnum,
@@ -96,6 +97,8 @@ def stand_in() -> Counter[str]:
 
 def main(folder: Path, backend: str, drafts: int) -> None:
     DummyModelLoader.load_weights = draw_weights
+    # vLLM looks at each model class in a process of its own, which imports everything once more.
+    registry._run_in_subprocess = lambda look: look()
     # With AMX vLLM takes a CPU backend that refuses float32.
     torch.cpu._is_amx_tile_supported = lambda: False
     calls = stand_in() if backend == "hyper_mla" else Counter()

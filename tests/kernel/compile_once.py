@@ -2,7 +2,7 @@
 
 `python -m tests.kernel.compile_once '["bfloat16"]'` compiles some of `VARIANTS`, writes "== <name>"
 and the remarks to standard error, and the reports as JSON to standard output. A name of
-`WHOLE_CALLS` stands for the programs of `whole_launch.py`, which have no report.
+`WHOLE_CALLS` stands for a program of `whole_launch.py`, which has no report.
 """
 
 import contextlib
@@ -51,16 +51,14 @@ def heads(
 
 VARIANTS: dict[str, Variant] = {
     "bfloat16": latent(page=64),
-    "float16": latent(dtype="float16"),
-    "few": latent(few=16, s=1, h=16),
-    "empty positive": latent(page=64),
-    "empty positive, few": latent(few=16, s=1, h=16),
-    "k=512, p=0": latent(p=0),
+    "float16, sliding window": latent(dtype="float16", sliding_window=100, page=64),
+    "few": latent(few=8, s=1, h=8, page=64),
+    "p=0, empty positive": latent(p=0),
+    "few, empty positive": latent(few=16, s=1, h=16),
     "k=256, p=64": latent(k=256),
     "k=256, p=32": latent(k=256, p=32, page=64),
-    "k=256, p=32, few": latent(few=16, k=256, p=32, s=1, h=16),
-    "sliding window": latent(sliding_window=100, page=64),
-    "sliding window, few": latent(few=16, sliding_window=100, s=1, h=16),
+    "few, k=256, p=32, overlap second": latent(few=16, k=256, p=32, s=1, h=16),
+    "few, sliding window, overlap first": latent(few=16, sliding_window=100, s=1, h=16),
     "heads": heads(),
     "tiles": heads(s=100),
     "split": heads(splits=3),
@@ -99,20 +97,21 @@ their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit cach
 of the second product.
 
 One variant for each path through the device code. One stands for its neighbours where they differ
-in the element type, in a number between those of two others, or in a comparison or a wait."""
+in the element type, in a number between those of two others, or in a comparison or a wait, and has
+several options where these meet in no line of the device code."""
 
 WITHOUT, WITH = {"clusters": False}, {"clusters": True}
-HOST: dict[str, dict[str, bool]] = {
-    "float16": WITHOUT,
-    "empty positive": {**WITHOUT, "empty_positive": True},
-    "empty positive, few": {**WITH, "empty_positive": True},
-    "k=512, p=0": WITHOUT,
+HOST: dict[str, dict[str, Any]] = {
+    "float16, sliding window": WITHOUT,
+    "few": {**WITH, "early": True},
+    "p=0, empty positive": {**WITHOUT, "empty_positive": True},
+    "few, empty positive": {**WITH, "empty_positive": True},
     "k=256, p=64": WITHOUT,
     "k=256, p=32": WITH,
-    "k=256, p=32, few": WITH,
-    "sliding window": WITHOUT,
-    "sliding window, few": WITHOUT,
+    "few, k=256, p=32, overlap second": {**WITHOUT, "overlap": "second"},
+    "few, sliding window, overlap first": {**WITHOUT, "overlap": "first"},
     "latent fp8_per_token, 16 columns": WITH,
+    "latent fp8_per_token, 64 columns": WITHOUT,
     "latent fp8, 16 columns": WITHOUT,
     "latent fp8, 64 columns": WITH,
     "latent fp8, float16": WITHOUT,
@@ -121,7 +120,7 @@ HOST: dict[str, dict[str, bool]] = {
 clusters; one of them is compiled where other variants have the other."""
 
 WHOLE_CALLS = {"whole call": "", "whole call in 8 bits": "fp8"}
-"""Programs of `whole_launch.py` -> format of the cache. The attention of the second alone is
+"""Programs of `whole_launch.py` -> format of the cache. Their attention alone is `few` and
 `latent fp8, 16 columns`."""
 
 
@@ -303,11 +302,11 @@ def main(names: list[str]) -> None:
     dsl._set_enable_frame_filtering = lambda wanted: None
     reports, ptx = {}, {}
     for variant in names:
+        print(f"== {variant}", file=sys.stderr, flush=True)
         if variant in WHOLE_CALLS:
-            fmt = WHOLE_CALLS[variant]
-            for kernel_fn, host, args, made_for in whole_launch.programs(fmt)[: 1 if fmt else 2]:
-                kinds = cute_kernel.kinds_of(args)
-                cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
+            kernel_fn, host, args, made_for = whole_launch.programs(WHOLE_CALLS[variant])[0]
+            kinds = cute_kernel.kinds_of(args)
+            cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
             continue
         wanted, name, fields, tiling = VARIANTS[variant]
         if hasattr(torch, name):
@@ -322,7 +321,6 @@ def main(names: list[str]) -> None:
             host = kernel.host_fn(kernel.tiling)
             vars(host).update(HOST[variant])
             kernel.host_fn = lambda tiling, host=host: copy.copy(host)
-        print(f"== {variant}", file=sys.stderr, flush=True)
         reports[variant] = compile_report(kernel, "sm_90").to_dict()
         ptx[variant] = kernel.compile("sm_90").artifacts[f"{wanted}.ptx"].decode()
     print(json.dumps([reports, ptx]))

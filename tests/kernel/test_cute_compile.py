@@ -85,7 +85,7 @@ def variants(kernel: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(LATENT))
 def test_latent_attention(report, variant):
-    kinds = {"F16", "F32"} if variant == "float16" else {"BF16"}
+    kinds = {"F16", "F32"} if "float16" in variant else {"BF16"}
     assert all(kinds & set(shape.split(".")) for shape in report.mma_shapes), report.mma_shapes
     # Registers suffice at the launch, and after the warpgroups have traded theirs.
     assert report.threads == THREADS and report.registers is not None
@@ -148,6 +148,19 @@ def test_query_projection(report, variant):
     ctas = queries.CTAS_PER_SM[d]
     assert ctas * report.registers * queries.THREADS <= SM_REGISTERS
     assert ctas * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("whole", "most"), [("whole call", 0), ("whole call in 8 bits", SPILLED_BYTES)]
+)
+def test_whole_calls(compiled, whole, most):
+    """The kernels of a program that launches them all: attention in both forms, projections."""
+    remarks = compiled.remarks[whole]
+    found = [int(stack) for stack in re.findall(r"(\d+) bytes stack frame", remarks)]
+    assert len(found) == remarks.count("Compiling entry function") == 6
+    assert max(found) <= most
+    assert not SERIALISED.search(remarks)
 
 
 @pytest.mark.slow

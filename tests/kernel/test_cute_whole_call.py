@@ -16,12 +16,9 @@ from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
-    LatentOperands,
     LatentOptions,
     Partials,
-    ProjectionOperands,
     ProjectionSizes,
-    groups_of,
 )
 from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
@@ -33,6 +30,7 @@ from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import whole_launch
+from .compile_once import HOST
 from .noted_calls import Calls, fp8_parts, note_calls
 from .noted_calls import meta_call as call
 from .noted_launch import SMS
@@ -249,27 +247,22 @@ def test_all_kernels_are_in_one_program_unchanged(cached, fmt):
 
 
 @pytest.mark.slow
-def test_where_launches_that_overlap_wait():
+@pytest.mark.parametrize("overlap", ["first", "second"])
+def test_where_launches_that_overlap_wait(compiled, overlap):
     """The next one may start before the first loads anything; that one waits behind its loads."""
-    arguments = groups_of(
-        whole_launch.arguments("meta", 2, 1, 16, ""), ProjectionOperands, ProjectionSizes
-    )[2]
-    operands, _ = groups_of(arguments, LatentOperands)
-    found = {}
-    for overlap in ("first", "second"):
-        options = LatentOptions(1, True, 0.1, overlap=overlap)
-        kernel_fn, host, tiling, constants = latent_program(operands, options)
-        program = compile_program(
-            kernel_fn, host(latent_call.ELEMENT_TYPES[torch.bfloat16], **constants),
-            kinds_of(arguments), tiling, "sm_90a",
-        )  # fmt: skip
-        found[overlap] = program.ptx
-    load = "cp.async.bulk.tensor"
-    assert load not in found["first"].split("griddepcontrol.launch_dependents")[0]
-    assert "griddepcontrol.wait" not in found["first"]
-    before, after = found["second"].split("griddepcontrol.wait")
+    options = LatentOptions(1, True, 0.1, overlap=overlap)
+    constants = latent_program(call(2, 1, 16)[1], options).constants
+    assert (constants["overlap"], constants["clusters"]) == (overlap, False)
+    [variant] = [name for name, told in HOST.items() if told.get("overlap") == overlap]
+    starts, load = "griddepcontrol.launch_dependents", "cp.async.bulk.tensor"
+    text = compiled.ptx[variant]
+    if overlap == "first":
+        assert load in text and load not in text.split(starts)[0]
+        assert starts in text and "griddepcontrol.wait" not in text
+        return
+    before, after = text.split("griddepcontrol.wait")
     assert load in before and load not in after
-    assert "griddepcontrol.launch_dependents" not in before
+    assert starts not in before
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def note_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-SECOND_PROCESS = """
+OTHER_PROCESS = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
