@@ -76,7 +76,10 @@ def main() -> None:
     if given.dummy == (given.model is not None) or given.dummy == (given.text is not None):
         parser.error("give a model and --text, or --dummy")
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
+    except ModuleNotFoundError as error:
+        raise SystemExit(f'{error}; pip install "hyper-mla[transformers]"') from None
 
     torch.manual_seed(0)
     if given.dummy:

@@ -339,3 +339,12 @@ def test_a_command_that_would_be_refused_is_found(line, message):
     problems = command_problems(list(commands_of(f"```bash\n{line}\n```\n", "x.md")), help_of)
     assert len(problems) == bool(message), problems
     assert message in "".join(problems)
+
+
+def test_the_start_line_on_the_serving_page_has_the_crossover_of_today(repo_root):
+    pytest.importorskip("torch")
+    from mla_var3.integrations.paged import latent_crossover
+
+    text = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
+    line = f"on NVIDIA H200, 16 heads, latent up to {latent_crossover(16, 'NVIDIA H200')} query"
+    assert line in text

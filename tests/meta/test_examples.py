@@ -28,6 +28,21 @@ def test_an_example_runs(name, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.parametrize(
+    ("name", "package"), [("capture_latents", "transformers"), ("vllm_deepseek", "vllm")]
+)
+def test_a_missing_engine_is_named_with_its_extra(name, package):
+    program = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv[1:] = ['--dummy'];"
+        f"runpy.run_path({str(ROOT / 'examples' / name)!r} + '.py', run_name='__main__')"
+    )
+    done = run_program(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f'pip install "hyper-mla[{package}]"' in done.stderr
+
+
 def test_the_page_lists_every_example():
     page = (ROOT / "examples" / "README.md").read_text()
     assert [name for name in EXAMPLES if name not in ENGINES and f"`{name}`" not in page] == []

@@ -212,6 +212,7 @@ class Parser(Options, argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse; its own version prints the usage and exits."""
+        message = message.replace("ignored explicit argument", "expected no value, got")
         raise UsageError(message.removeprefix("argument "))
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:

@@ -222,7 +222,8 @@ def print_result(result: ProfileResult) -> None:
     if predicted:
         each = ", ".join(f"{name} {microseconds(time_us)}" for name, time_us in predicted.items())
         say(f"predicted, not measured, at the vendor's peaks: {each}")
-        say("hyper-mla predict shows what kernels are expected to take")
+        if figures.has_estimate(result):
+            say("hyper-mla predict shows what kernels are expected to take")
 
 
 def print_check(check: CheckResult, title: str) -> None:

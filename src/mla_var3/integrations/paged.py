@@ -70,10 +70,12 @@ class Pages:
             k: Latent columns.
             scale: Of an 8-bit cache, float32 of one element; None for 1. It is read by every call.
         """
+        require_int("k", k, minimum=1)
+        if not isinstance(cache, torch.Tensor):
+            raise InvalidArgumentError("cache", "a tensor", type(cache).__name__)
         if cache.dim() != 3 or cache.shape[-1] < k:
             shape = list(cache.shape)
             raise InvalidArgumentError("cache", f"[blocks, page, {k}+p]", shape)
-        require_int("k", k, minimum=1)
         if cache.dtype not in BYTE_DTYPES:
             return cls(cache[..., :k], cache[..., k:])
         parts = PER_TENSOR.parts(cache, k, cache.shape[-1] - k, scale)
@@ -132,6 +134,13 @@ def paged_attention(
     Returns:
         The latent output `[tokens, h, k]`, and the LSE `[tokens, h]` in float32 or None.
     """
+    if not (
+        isinstance(q_latent, torch.Tensor) and isinstance(q_rope, torch.Tensor)
+        and isinstance(lengths, torch.Tensor) and isinstance(pages, Pages)
+        and isinstance(max_q, int) and (out is None or isinstance(out, torch.Tensor))
+    ):  # fmt: skip
+        raise _wrong_type(q_latent=q_latent, q_rope=q_rope, lengths=lengths, out=out, pages=pages,
+                          max_q=max_q)  # fmt: skip
     if kernel is None:
         kernel = SERVING_KERNEL if q_latent.is_cuda else "auto"
     view = CacheView(pages.latent, pages.rope, lengths, block_table, scales=pages.scales)
@@ -174,6 +183,21 @@ def paged_attention(
     if return_lse and lse.shape[0] < tokens:
         lse = torch.cat([lse, lse.new_full((tokens - lse.shape[0], h), -torch.inf)])
     return out, lse if return_lse else None
+
+
+def _wrong_type(**given: Any) -> InvalidArgumentError:
+    """What to say of the first argument of `paged_attention` whose type is wrong."""
+    others = {
+        "pages": (Pages, "Pages, as Pages.of makes them"),
+        "max_q": (int, "an integer"),
+        "out": ((torch.Tensor, type(None)), "a tensor"),
+    }
+    for name, value in given.items():
+        kind, expected = others.get(name, (torch.Tensor, "a tensor"))
+        if not isinstance(value, kind):  # type: ignore[arg-type]
+            break
+    got = repr(value) if kind is int else type(value).__name__
+    return InvalidArgumentError(name, expected, got)
 
 
 def warm_up(

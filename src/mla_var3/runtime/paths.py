@@ -182,7 +182,8 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
             version = _agreeing("version", version and _version_text(version), suffix)
     if language is not None and language not in LANGUAGES:
         raise UnknownNameError("language", language, LANGUAGES)
-    kernels = discover_kernels()
+    # An error about a name lists what any language has, unless one was asked for.
+    named, kernels = language is not None, discover_kernels()
     design, number = split_full_name(name)
     offered = sorted({k.language for k in kernels if k.design == design})
     text = f"v{number}" if version is None else _version_text(version)
@@ -191,9 +192,9 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
         sole = offered if len(offered) == 1 else having
         language = sole[0] if len(sole) == 1 else DEFAULT_LANGUAGE
     if language not in offered:
-        designs = {k.design for k in kernels if k.language == language}
+        designs = {k.design for k in kernels if not named or k.language == language}
         hint = f"It exists in {', '.join(offered)}: use --language" if offered else ""
-        raise UnknownNameError(f"{language} kernel", name, designs, hint)
+        raise UnknownNameError(f"{language} kernel" if named else "kernel", name, designs, hint)
     versions = {k.version: k for k in kernels if k.design == design and k.language == language}
     if number and text != f"v{number}":
         raise InvalidArgumentError("version", f"v{number}, as {name} says, or none", version)
@@ -203,7 +204,8 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
         hint = "v0 is the base version"
         if having:
             hint += f"; {text} exists in {', '.join(having)}"
-        raise UnknownNameError(f"version of {design}", text, versions, hint)
+        known = {k.version for k in kernels if k.design == design and not named} | versions.keys()
+        raise UnknownNameError(f"version of {design}", text, known, hint)
     return versions[text]
 
 

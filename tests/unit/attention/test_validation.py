@@ -94,6 +94,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(tree_mask=[0]), "tree_mask: expected a tensor, got list"),
         (changed(tree_mask=torch.ones(4, 4).bool()), r"tree_mask: expected \[s=3, s=3\], got \[4"),
         (changed(tree_mask=torch.zeros(S)), "tree_mask: expected dtype torch.bool or"),
+        (changed(tree_mask=torch.ones(S, S)), "tree_mask: expected dtype torch.bool or"),
         (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),
     ],
 )

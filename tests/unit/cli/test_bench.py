@@ -92,6 +92,7 @@ def test_recorded_results_make_the_same_report_and_can_be_sent(tmp_path, capsys)
     argv = ["bench", "--records", str(record), "--contribute", f"--out_dir={tmp_path}"]
     assert main(argv) == 0
     out = capsys.readouterr().out
+    assert f"benchmark report from {record}" in out
     assert "FlashAttention-3 qv" in out and "to be explained" in out
     assert {"records.html", "records.csv"} <= files(tmp_path)
     measured = [row for row in load_record(record).rows if row.status == OK]

@@ -42,14 +42,17 @@ class Batch:
         self.q = torch.randn((sum(counts) + padding, h, K + P), generator=g)
 
     def attend(self, **options):
-        q = options.pop("q_latent", self.q[..., :K])
         given = {
+            "q_latent": self.q[..., :K],
+            "q_rope": self.q[..., K:],
+            "pages": paged.Pages.of(self.cache, K),
+            "block_table": self.table,
+            "lengths": self.lengths,
             "scale": SCALE,
             "max_q": max(self.counts),
             "query_start_loc": self.starts,
-        } | options
-        pages = paged.Pages.of(self.cache, K)
-        return paged.paged_attention(q, self.q[..., K:], pages, self.table, self.lengths, **given)
+        }
+        return paged.paged_attention(**(given | options))
 
     def head_major(self) -> torch.Tensor:
         """The latent queries as a view of `[h, tokens, k]`."""

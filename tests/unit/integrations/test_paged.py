@@ -140,6 +140,12 @@ def test_uniform_batches_need_all_their_rows():
             r"q_rope: expected \[tokens=1, h, .* got \[2, 4, 64\]",
         ),
         ({"q_latent": torch.zeros(2, 1, H, K)}, r"q_latent: expected \[tokens, h, k\], got"),
+        ({"q_latent": [1]}, "q_latent: expected a tensor, got list"),
+        ({"q_rope": None}, "q_rope: expected a tensor, got NoneType"),
+        ({"lengths": [65, 7]}, "lengths: expected a tensor, got list"),
+        ({"pages": torch.zeros(2, 64, K + 64)}, "pages: expected Pages, .* got Tensor"),
+        ({"max_q": 1.0}, "max_q: expected an integer, got 1.0"),
+        ({"out": [1]}, "out: expected a tensor, got list"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -180,6 +186,10 @@ def test_warm_up_of_nothing(sizes, message):
 def test_the_latent_width_of_pages():
     with pytest.raises(InvalidArgumentError, match="k: expected a positive integer, got -1"):
         paged.Pages.of(torch.zeros(2, 64, 576), -1)
+    with pytest.raises(InvalidArgumentError, match="k: expected a positive integer, got 'k'"):
+        paged.Pages.of(torch.zeros(2, 64, 576), "k")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="cache: expected a tensor, got list"):
+        paged.Pages.of([1])  # type: ignore[arg-type]
 
 
 def test_the_scale_of_pages_is_a_tensor():

@@ -67,9 +67,12 @@ def test_what_a_user_may_type(name, version, number):
     ],
 )
 def test_a_wrong_kernel_suggests_the_nearest(name, nearest):
-    with pytest.raises(UnknownNameError, match=f"unknown cutile-dsl kernel '{name}'") as caught:
+    with pytest.raises(UnknownNameError, match=f"unknown kernel '{name}'") as caught:
         find_kernel(name)
     assert f"did you mean '{nearest}'" in str(caught.value)
+    assert "known: flash_attention, flash_cute, flash_mla, mla_var6_plus" in str(caught.value)
+    with pytest.raises(UnknownNameError, match=f"unknown cutile-dsl kernel '{name}'") as caught:
+        find_kernel(name, language="cutile-dsl")
     assert "known: flash_attention, flash_mla, mla_var6_plus" in str(caught.value)
 
 
@@ -99,6 +102,8 @@ def test_a_version_in_one_language_needs_no_option(monkeypatch):
         assert find_kernel(name).language == "cutile-dsl"
     with pytest.raises(UnknownNameError, match="v7 exists in cute-dsl"):
         find_kernel("mla_var6_plus_v7", language="cutile-dsl")
+    with pytest.raises(UnknownNameError, match="known: v0, v1, v4, v7"):
+        find_kernel("mla_var6_plus", "v9")
 
 
 @pytest.mark.usefixtures("versions")

@@ -174,6 +174,7 @@ def prefix_layout(
     """
     view = cache.view() if isinstance(cache, LatentCache) else cache
     require_groups(groups, view)
+    _require_queries(q, view, cu_seqlens_q, causal)
     kernels = layout_kernels(groups, view, cu_seqlens_q)
     if kernels is not None:
         return laid_out(kernels, groups, q, view, cu_seqlens_q=cu_seqlens_q, causal=causal)[0]
@@ -320,6 +321,23 @@ def require_groups(groups: PrefixGroups, view: CacheView) -> None:
             f"a paged cache, or a contiguous one whose t is a multiple of {PAGE_STEP}",
             f"a dense cache with t={view.capacity} and strides {list(view.latent.stride())}",
         )
+
+
+def _require_queries(
+    q: torch.Tensor, view: CacheView, cu_seqlens_q: torch.Tensor | None, causal: bool
+) -> None:
+    """Require queries of the cache's requests; only their shape counts."""
+    b, packed = view.requests, cu_seqlens_q is not None
+    expected = "[total_q, h, ...]" if packed else f"[b={b}, s, h, ...]"
+    if not isinstance(q, torch.Tensor):
+        raise InvalidArgumentError("q", f"a tensor {expected}", type(q).__name__)
+    if q.dim() < 3 - packed or not (packed or q.shape[0] == b):
+        raise InvalidArgumentError("q", expected, list(q.shape))
+    if packed:
+        bounds = [("b+1", b + 1)]
+        require_tensor("cu_seqlens_q", cu_seqlens_q, bounds, INDEX_DTYPES, view.lengths.device)
+    if not isinstance(causal, bool):
+        raise InvalidArgumentError("causal", "True or False", repr(causal))
 
 
 @dataclass(frozen=True)

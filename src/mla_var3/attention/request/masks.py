@@ -61,10 +61,14 @@ def checked_tree(tree: torch.Tensor, b: int, s: int, device: torch.device) -> to
         s: query tokens; the most of any request when they differ.
         device: where it has to be.
     """
+    dtypes = (torch.bool, *INDEX_DTYPES)
+    if tree.dtype not in dtypes:  # the shape follows from it
+        expected = " or ".join(map(str, dtypes))
+        raise InvalidArgumentError("tree_mask", f"dtype {expected}", tree.dtype)
     is_mask = tree.dtype is torch.bool
     tail = [("s", s), ("s", s)] if is_mask else [("s", s)]
     shape = tail if tree.dim() == len(tail) else [("b", b), *tail]
-    require_tensor("tree_mask", tree, shape, [torch.bool, *INDEX_DTYPES], device)
+    require_tensor("tree_mask", tree, shape, dtypes, device)
     mask = tree if is_mask else _ancestors("tree_mask", tree)
     return mask.expand(b, s, s)
 

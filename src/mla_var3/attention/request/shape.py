@@ -103,7 +103,8 @@ class CallShape:
         if self.scale is not None:
             require_scale(self.scale)
         if self.dtype not in CALL_DTYPES:
-            raise InvalidArgumentError("dtype", " or ".join(CALL_DTYPES), repr(self.dtype))
+            expected = " or ".join(map(repr, CALL_DTYPES))
+            raise InvalidArgumentError("dtype", expected, repr(self.dtype))
         if self.cache_dtype is not None:
             cache_format(self.cache_dtype).require_widths(self.k, self.p)
         if self.window_dtype is not None:

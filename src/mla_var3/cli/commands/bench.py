@@ -175,7 +175,8 @@ def _start_again(record: Path) -> None:
 
 def _announce(options: BenchOptions) -> None:
     if options.records:
-        console.say(f"benchmark report from {len(options.records)} recorded results", "bold")
+        names = ", ".join(map(str, options.records))
+        console.say(f"benchmark report from {names}", "bold")
     elif not options.measures:
         asked = options.mode == PREDICT or options.predict_for
         reason = "as asked" if asked else "no GPU here"

@@ -185,7 +185,9 @@ def _model(folder: Path, tp: int) -> list[Finding]:
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError("--model", "a folder with config.json", str(error)) from error
+        cause = getattr(error, "strerror", None) or error
+        got = f"{path} ({cause})"
+        raise InvalidArgumentError("--model", "a folder with config.json", got) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
     config = text_config(config)

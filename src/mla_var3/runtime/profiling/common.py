@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.errors import MissingToolError, UnknownNameError, UnsupportedError
+from mla_var3.errors import (
+    InvalidArgumentError,
+    MissingToolError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
@@ -49,6 +54,8 @@ def profiling_mode(
             *,
             options: RunOptions | None = None,
         ) -> ProfileResult:
+            if not isinstance(plan, KernelPlan):
+                raise InvalidArgumentError("plan", "a KernelPlan", repr(plan))
             folder = None if out_dir is None else Path(out_dir)
             given = {"out_dir": folder, "label": label, "bench_runs": bench_runs}
             changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mla_var3.op.mla.model.designs import DESIGNS
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number, table
+from mla_var3.runtime.paths import split_full_name
 from mla_var3.runtime.profiling.result import ProfileResult
 
 Rows = list[tuple[object, ...]]
@@ -23,6 +25,11 @@ CHECK_HEADERS = (
     *("output", "relative error", "bound", "largest error", "bound"),
     *("relative error of PyTorch", "outcome"),
 )
+
+
+def has_estimate(result: ProfileResult) -> bool:
+    """Whether `hyper-mla predict` shows what the kernel is expected to take."""
+    return split_full_name(result.kernel)[0] in DESIGNS
 
 
 def stage_rows(result: ProfileResult) -> Rows:

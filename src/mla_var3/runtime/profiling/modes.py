@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, parse_mode
 from mla_var3.runtime.workflow import RunOptions, device_kind, pick_device
 
@@ -60,6 +62,9 @@ def benchmark_kernel(
     **options: Any,
 ) -> ProfileResult:
     """Tune, optionally check, profile and report a plan; see `KernelPlan.benchmark_kernel`."""
+    known = {field.name for field in fields(RunOptions)} - {"device", "out_dir"}
+    for name in options.keys() - known:
+        raise UnknownNameError("option", name, known)
     kind = device_kind(str(device))
     run = RunOptions(device=kind, out_dir=Path(out_dir) if out_dir else None, **options)
     return profile_plan(plan, prof_type, run)

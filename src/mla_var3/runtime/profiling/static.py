@@ -10,7 +10,7 @@ from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.markdown import microseconds, number, table
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling import common
-from mla_var3.runtime.profiling.figures import compile_markdown
+from mla_var3.runtime.profiling.figures import compile_markdown, has_estimate
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
 from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
@@ -132,8 +132,7 @@ def _prediction_table(
         ("device", "ideal, vendor peaks"),
         [(name, microseconds(value)) for name, value in predictions.items()],
     )
-    note = (
-        "An ideal time is a lower bound: perfect overlap at the vendor's peaks. "
-        "`hyper-mla predict` shows what the kernels are expected to take.\n"
-    )
+    note = "An ideal time is a lower bound: perfect overlap at the vendor's peaks.\n"
+    if has_estimate(result):
+        note += "`hyper-mla predict` shows what the kernels are expected to take.\n"
     return f"{per_stage}\n{per_device}\n{note}"

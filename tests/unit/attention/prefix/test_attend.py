@@ -175,6 +175,16 @@ def test_the_host_checks_what_it_can_read(generator):
         attended(batch, q, [0, 0])
     with pytest.raises(InvalidArgumentError, match="prefix_of: expected at most 2 levels, got 3"):
         PrefixGroups(of.expand(3, -1), GROUPS.prefix_length.expand(3, -1))
+    for operand, options, message in (
+        (None, {}, r"q: expected a tensor \[b=7, s, h, ...\], got NoneType"),
+        (q[0][:6], {}, r"q: expected \[b=7, s, h, ...\], got \[6, 1, "),
+        (q[0][0, 0], {}, r"q: expected \[b=7, s, h, ...\], got \["),
+        (q[0], {"causal": 1}, "causal: expected True or False, got 1"),
+        (q[0][:, 0], {"cu_seqlens_q": [0]}, r"cu_seqlens_q: expected a tensor \[b\+1=8\], got li"),
+        (q[0][0, 0, 0], {"cu_seqlens_q": of[0]}, r"q: expected \[total_q, h, ...\], got \["),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            prefix_layout(GROUPS, operand, batch.cache, **options)
     layout = prefix_layout(GROUPS, q[0], batch.cache, causal=False)
     with pytest.raises(InvalidArgumentError, match="a layout of 7 queries with causal=True, got"):
         attended(batch, q, layout)

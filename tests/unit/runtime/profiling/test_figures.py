@@ -25,3 +25,10 @@ def test_compile_reports_come_by_stage():
     assert rows[1][3] == "544 B" and "spills" in str(rows[1][-1])
     assert rows[2][2:4] == (None, None) and "does not fit" in str(rows[2][-1])
     assert "A stack above zero means spills" in figures.compile_markdown(reports)
+
+
+def test_other_kernels_are_not_sent_to_predict():
+    stage = StageFigures("only", None, None, 1e9, 1e6, 5.0)
+    for kernel, known in (("flash_mla", True), ("mla_var6_plus_v2", True), ("latent_norm", False)):
+        result = ProfileResult(kernel, NsightProfType.STATIC, stage, [stage], Path("out"))
+        assert figures.has_estimate(result) is known

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from mla_var3.errors import UnknownNameError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.profiling.common import artifact_folder, plan_of_version
 from mla_var3.runtime.profiling.disabled import disabled_profile_plan
+from mla_var3.runtime.profiling.modes import benchmark_kernel
 from mla_var3.runtime.profiling.nsys import nsys_profile_plan
 from mla_var3.runtime.workflow import RunOptions, planning_device
 from tests.unit.runtime.runtime_support import DoublingPlan
@@ -25,6 +26,17 @@ def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
         ):
             raise UnsupportedError("no")
     assert list(tmp_path.rglob("*")) == [kept], "what was there before stays"
+
+
+def test_an_option_that_no_run_has_is_named():
+    with pytest.raises(UnknownNameError, match="unknown option 'bench_run'; did you mean 'bench_r"):
+        DoublingPlan().benchmark_kernel("cpu", "disabled", bench_run=1)
+
+
+@pytest.mark.parametrize("plan", [None, "flash_mla", DoublingPlan])
+def test_a_plan_is_one(plan):
+    with pytest.raises(InvalidArgumentError, match="plan: expected a KernelPlan, got "):
+        benchmark_kernel(plan, "cpu", "disabled")
 
 
 def test_another_version_gets_the_same_problem():

@@ -68,6 +68,7 @@ def test_artifacts(compiled):
         "HGMMA",
         "## Prediction",
         "NVIDIA H200",
+        "`hyper-mla predict` shows",
         "## Tilings",
         "### sm_90, planned for ",
     ):

@@ -346,6 +346,8 @@ _DESIGNS: dict[str, Estimator] = {
     "flash_attention": _flash_attention,
     "mla_var6_plus": _mix,
 }
+DESIGNS = frozenset(_DESIGNS)
+"""The designs of `design_estimates`."""
 _VERSIONS: dict[tuple[str, str], Estimator] = {
     ("mla_var6_plus_v5", "cute-dsl"): partial(_mix, form=FP8),
     ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
