@@ -219,6 +219,8 @@ def warm_up(
 ) -> None:
     """Compile every program that calls of up to `max_q` query tokens need, before graph capture.
 
+    The calls that it makes are small: an engine may have counted its memory before.
+
     Args:
         h: query heads on this device.
         max_q: most query tokens of a request.
@@ -239,12 +241,13 @@ def warm_up(
     require_int("h", h, minimum=1)
     require_int("max_q", max_q, minimum=1)
     b = 2  # head-major queries of one token are token-major too
-    few = range(1, min(max_q, -(-KERNEL_ROWS // h)) + 1)
+    # One program serves all counts of `KERNEL_ROWS` and more, but for one token, perhaps.
+    counts = range(1, min(max_q, -(-KERNEL_ROWS // h) + 1) + 1)
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    for s in sorted({*few, max_q}):
+    for s in counts:
         blocks = -(-s // page_size)
         cache = torch.empty((blocks, page_size, k + p), dtype=cache_dtype or dtype, device=device)
         cache.view(torch.uint8).zero_()

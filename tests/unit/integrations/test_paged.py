@@ -217,7 +217,25 @@ def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tre
         16, 9, device="cpu", dtype=torch.bfloat16, cache_dtype=cache_dtype, packed=packed,
         tree=tree,
     )  # fmt: skip
-    assert seen == [(s, by_head, not packed) for s in (1, 2, 3, 4, 9) for by_head in (False, True)]
+    assert seen == [(s, by_head, not packed) for s in range(1, 6) for by_head in (False, True)]
+
+
+@pytest.mark.parametrize("h", [1, 8, 12, 64, 128])
+def test_warm_up_makes_small_calls_for_all_programs(monkeypatch, h):
+    """vLLM has counted its memory before, and asks for up to 512 query tokens."""
+    pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+    from mla_var3.kernel.cute_python.mla.latent.kernel import default_few
+    from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import columns_for
+
+    counts = []
+    monkeypatch.setattr(
+        paged, "paged_attention", lambda *operands, max_q, **options: counts.append(max_q)
+    )
+    paged.warm_up(h, paged.MOST_LATENT_QUERIES, device="cpu", head_major=False)
+    assert max(counts) * h < paged.KERNEL_ROWS + 2 * h
+    for program in (default_few, columns_for):
+        of_calls = {program(s * h) for s in range(1, paged.MOST_LATENT_QUERIES + 1)}
+        assert {program(s * h) for s in counts} == of_calls
 
 
 def test_crossover_of_known_and_unknown_devices():
