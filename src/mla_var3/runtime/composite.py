@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
-from mla_var3.runtime.stage import Constraints, KernelStage, Stage, Tiling
+from mla_var3.runtime.stage import Constraints, Stage, Tiling
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +43,13 @@ class KernelPipeline(Stage):
     def name(self) -> str:
         return self._name
 
+    @property
+    def children(self) -> Sequence[Stage]:
+        return self.stages
+
     def launch(self) -> None:
         for stage in self.stages:
             stage.launch()
-
-    def kernels(self) -> Iterator[KernelStage]:
-        for stage in self.stages:
-            yield from stage.kernels()
 
     def predict_us(self, peak_tflops: float, peak_gbps: float) -> float:
         return sum(stage.predict_us(peak_tflops, peak_gbps) for stage in self.stages)
@@ -96,9 +96,9 @@ class ConcurrentKernels(Stage):
     def name(self) -> str:
         return self._name
 
-    def kernels(self) -> Iterator[KernelStage]:
-        for member in self.concurrent_kernels:
-            yield from member.kernels()
+    @property
+    def children(self) -> Sequence[Stage]:
+        return self.concurrent_kernels
 
     def joint_failures(self, tilings: Sequence[Tiling] | None = None) -> tuple[str, ...]:
         """Why this combination of tilings may not run together; empty when it may."""

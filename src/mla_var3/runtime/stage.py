@@ -134,9 +134,15 @@ class Stage(ABC):
     def launch(self) -> None:
         """Run once: on the current CUDA stream, or, for CPU tensors, in the interpreter."""
 
-    @abstractmethod
+    @property
+    def children(self) -> Sequence[Stage]:
+        """The stages directly below, in launch order; none below a kernel."""
+        return ()
+
     def kernels(self) -> Iterator[KernelStage]:
         """The leaf kernels in launch order."""
+        for child in self.children:
+            yield from child.kernels()
 
     @abstractmethod
     def predict_us(self, peak_tflops: float, peak_gbps: float) -> float:

@@ -97,7 +97,7 @@ def _parts(stage: Stage) -> Iterator[Stage]:
 def _groups(stage: Stage, start: int = 0) -> Iterator[tuple[ConcurrentKernels, slice]]:
     if isinstance(stage, ConcurrentKernels):
         yield stage, slice(start, start + sum(1 for _ in stage.kernels()))
-    for part in (*getattr(stage, "stages", ()), *getattr(stage, "concurrent_kernels", ())):
+    for part in stage.children:
         yield from _groups(part, start)
         start += sum(1 for _ in part.kernels())
 

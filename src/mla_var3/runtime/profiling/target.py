@@ -16,8 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -169,17 +168,6 @@ def _importable_module(kind: type) -> str:
     return module
 
 
-@contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
-    import torch
-
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
-
-
 def launch_ranges(stage: Stage, mark: Range, wait: Callable[[str], None]) -> None:
     """Launch every leaf kernel once, alone, inside a range of its unique name.
 
@@ -228,6 +216,8 @@ def _run_nsight(spec: TargetSpec) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the spec named on the command line."""
+    import torch
+
     _leave_script_folder()
     spec = TargetSpec.of_command_line(arguments)
     if spec.nsight is not None:
@@ -235,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     stage = _prepared_stage(spec)
     for _ in range(spec.runs):
-        launch_ranges(stage, _nvtx_range, _wait_for_profiler)
+        launch_ranges(stage, torch.cuda.nvtx.range, _wait_for_profiler)
     return 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.profiling.timeline.model import (
     HOST_PACED,
     QUEUED,
@@ -76,14 +76,13 @@ def outline(stage: Stage) -> Outline:
     position = itertools.count()
 
     def walk(node: Stage) -> tuple[int, ...]:
-        if isinstance(node, KernelPipeline):
-            return tuple(leaf for child in node.stages for leaf in walk(child))
+        if not node.children:
+            return (next(position),)
+        place = len(groups)
+        members = tuple(Member(child.name, walk(child)) for child in node.children)
         if isinstance(node, ConcurrentKernels):
-            place = len(groups)
-            members = [Member(child.name, walk(child)) for child in node.concurrent_kernels]
-            groups.insert(place, Group(node.name, tuple(members)))
-            return tuple(leaf for member in members for leaf in member.leaves)
-        return tuple(next(position) for _ in node.kernels())
+            groups.insert(place, Group(node.name, members))
+        return tuple(leaf for member in members for leaf in member.leaves)
 
     walk(stage)
     names = tuple(kernel.name for kernel in labels.values())

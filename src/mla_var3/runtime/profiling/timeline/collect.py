@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from mla_var3.errors import MissingToolError, UnsupportedError
-from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
@@ -107,12 +106,7 @@ def ranges_below(stage: Stage, make_range: RangeMaker) -> Iterator[None]:
 
 
 def _below(stage: Stage) -> Iterator[Stage]:
-    children: Sequence[Stage] = ()
-    if isinstance(stage, KernelPipeline):
-        children = stage.stages
-    elif isinstance(stage, ConcurrentKernels):
-        children = stage.concurrent_kernels
-    for child in children:
+    for child in stage.children:
         yield child
         yield from _below(child)
 
