@@ -48,30 +48,31 @@ def _maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y)
 
 
-# cuTile's name of the operation -> torch function.
-_BINARY: dict[str, Elementwise] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "truediv": torch.true_divide,
-    "floordiv": _floor_divide,
-    "cdiv": _ceil_divide,
-    "mod": torch.remainder,
-    "pow": torch.pow,
-    "atan2": torch.atan2,
-    "min": _minimum,
-    "max": _maximum,
-    "and_": torch.bitwise_and,
-    "or_": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-    "lshift": torch.bitwise_left_shift,
-    "rshift": torch.bitwise_right_shift,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "lt": torch.lt,
-    "le": torch.le,
-    "gt": torch.gt,
-    "ge": torch.ge,
+# cuTile's name of the operation -> its stub and torch function. The stub of "pow" has rules of its
+# own, and that of "cdiv" does not reach the dispatch mode.
+_BINARY: dict[str, tuple[Callable[..., Any] | None, Elementwise]] = {
+    "add": (ct.add, torch.add),
+    "sub": (ct.sub, torch.sub),
+    "mul": (ct.mul, torch.mul),
+    "truediv": (ct.truediv, torch.true_divide),
+    "floordiv": (ct.floordiv, _floor_divide),
+    "cdiv": (None, _ceil_divide),
+    "mod": (ct.mod, torch.remainder),
+    "pow": (None, torch.pow),
+    "atan2": (ct.atan2, torch.atan2),
+    "min": (ct.minimum, _minimum),
+    "max": (ct.maximum, _maximum),
+    "and_": (ct.bitwise_and, torch.bitwise_and),
+    "or_": (ct.bitwise_or, torch.bitwise_or),
+    "xor": (ct.bitwise_xor, torch.bitwise_xor),
+    "lshift": (ct.bitwise_lshift, torch.bitwise_left_shift),
+    "rshift": (ct.bitwise_rshift, torch.bitwise_right_shift),
+    "eq": (ct.equal, torch.eq),
+    "ne": (ct.not_equal, torch.ne),
+    "lt": (ct.less, torch.lt),
+    "le": (ct.less_equal, torch.le),
+    "gt": (ct.greater, torch.gt),
+    "ge": (ct.greater_equal, torch.ge),
 }
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _BITWISE = frozenset({"and_", "or_", "xor"})
@@ -89,7 +90,7 @@ def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType
     """Applies a binary operation to two tensors of the same dtype `element`."""
     if name in _DIVISIONS and api.is_integral(element) and bool((y == 0).any()):
         raise InterpreterError(f"integer {name} by zero: undefined behaviour")
-    result: torch.Tensor = _BINARY[name](x, y)
+    result: torch.Tensor = _BINARY[name][1](x, y)
     return result
 
 
@@ -217,31 +218,9 @@ def _with_modes(
     return flush_subnormals(result) if flush else result
 
 
-# Each stub with cuTile's name of the operation.
-_STUBS: dict[Callable[..., Any], str] = {
-    ct.add: "add",
-    ct.sub: "sub",
-    ct.mul: "mul",
-    ct.truediv: "truediv",
-    ct.minimum: "min",
-    ct.maximum: "max",
-    ct.floordiv: "floordiv",
-    ct.mod: "mod",
-    ct.atan2: "atan2",
-    ct.bitwise_and: "and_",
-    ct.bitwise_or: "or_",
-    ct.bitwise_xor: "xor",
-    ct.bitwise_lshift: "lshift",
-    ct.bitwise_rshift: "rshift",
-    ct.equal: "eq",
-    ct.not_equal: "ne",
-    ct.less: "lt",
-    ct.less_equal: "le",
-    ct.greater: "gt",
-    ct.greater_equal: "ge",
-}
-for _stub, _name in _STUBS.items():
-    implement(_stub, partial(binary, _name))
+for _name, (_stub, _) in _BINARY.items():
+    if _stub is not None:
+        implement(_stub, partial(binary, _name))
 
 
 @implements(ct.pow)
@@ -299,31 +278,9 @@ def _absolute(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bool else tensor.abs()
 
 
-# stub -> (cuTile's name, torch function, dtypes).
-_UNARY: dict[Callable[..., Any], tuple[str, Callable[..., torch.Tensor], _Accepts]] = {
-    ct.exp: ("exp", torch.exp, _Accepts.FLOAT),
-    ct.exp2: ("exp2", torch.exp2, _Accepts.FLOAT),
-    ct.log: ("log", torch.log, _Accepts.FLOAT),
-    ct.log2: ("log2", torch.log2, _Accepts.FLOAT),
-    ct.sqrt: ("sqrt", torch.sqrt, _Accepts.FLOAT),
-    ct.rsqrt: ("rsqrt", torch.rsqrt, _Accepts.FLOAT),
-    ct.sin: ("sin", torch.sin, _Accepts.FLOAT),
-    ct.cos: ("cos", torch.cos, _Accepts.FLOAT),
-    ct.tan: ("tan", torch.tan, _Accepts.FLOAT),
-    ct.sinh: ("sinh", torch.sinh, _Accepts.FLOAT),
-    ct.cosh: ("cosh", torch.cosh, _Accepts.FLOAT),
-    ct.tanh: ("tanh", torch.tanh, _Accepts.FLOAT),
-    ct.floor: ("floor", torch.floor, _Accepts.STRICTLY_FLOAT),
-    ct.ceil: ("ceil", torch.ceil, _Accepts.STRICTLY_FLOAT),
-    ct.negative: ("neg", torch.neg, _Accepts.NUMBER),
-    ct.abs: ("abs", _absolute, _Accepts.ANY),
-    ct.bitwise_not: ("bitwise_not", torch.bitwise_not, _Accepts.BITS),
-}
-
-
-def _register_unary(stub: Callable[..., Any]) -> None:
-    name, function, accepts = _UNARY[stub]
-
+def _register_unary(
+    stub: Callable[..., Any], name: str, function: Callable[..., torch.Tensor], accepts: _Accepts
+) -> None:
     def unary(
         x: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
     ) -> Any:
@@ -341,8 +298,15 @@ def _register_unary(stub: Callable[..., Any]) -> None:
     implement(stub, unary)
 
 
-for _stub in _UNARY:
-    _register_unary(_stub)
+for _accepts, _names in {
+    _Accepts.FLOAT: "exp exp2 log log2 sqrt rsqrt sin cos tan sinh cosh tanh",
+    _Accepts.STRICTLY_FLOAT: "floor ceil",
+    _Accepts.BITS: "bitwise_not",
+}.items():
+    for _name in _names.split():
+        _register_unary(getattr(ct, _name), _name, getattr(torch, _name), _accepts)
+_register_unary(ct.negative, "neg", torch.neg, _Accepts.NUMBER)
+_register_unary(ct.abs, "abs", _absolute, _Accepts.ANY)
 
 
 @implements(ct.isnan)

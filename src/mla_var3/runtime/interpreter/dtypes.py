@@ -20,24 +20,13 @@ from mla_var3.runtime.interpreter.cutile_api import (
 
 Number: TypeAlias = bool | int | float
 
-_TORCH_DTYPES: dict[DType, torch.dtype] = {
-    ct.bool_: torch.bool,
-    ct.int8: torch.int8,
-    ct.int16: torch.int16,
-    ct.int32: torch.int32,
-    ct.int64: torch.int64,
-    ct.uint8: torch.uint8,
-    ct.uint16: torch.uint16,
-    ct.uint32: torch.uint32,
-    ct.uint64: torch.uint64,
-    ct.float16: torch.float16,
-    ct.bfloat16: torch.bfloat16,
-    ct.float32: torch.float32,
-    ct.float64: torch.float64,
-    ct.tfloat32: torch.float32,
-    ct.float8_e4m3fn: torch.float8_e4m3fn,
-    ct.float8_e5m2: torch.float8_e5m2,
-    ct.float8_e8m0fnu: torch.float8_e8m0fnu,
+_TORCH_DTYPES: dict[DType, torch.dtype] = {ct.bool_: torch.bool, ct.tfloat32: torch.float32} | {
+    getattr(ct, name): getattr(torch, name)
+    for name in (
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+    )
 }
 CUTILE_DTYPES = {
     torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items() if dtype != ct.tfloat32
