@@ -28,9 +28,9 @@ from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.errors import CheckFailedError, InvalidArgumentError, UnsupportedError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
+    attention_block_specialized_cost,
     flash_attention_cost,
     flash_mla_cost,
-    mla_var6_plus_cost,
     output_up_projection_cost,
     query_projection_cost,
 )
@@ -363,7 +363,7 @@ def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
         return flash_attention_cost(problem)
     queries = query_projection_cost(problem)
     if design == "mla_var6_plus":
-        return mla_var6_plus_cost(problem, n) + queries
+        return attention_block_specialized_cost(problem, n) + queries
     return flash_mla_cost(problem) + queries + output_up_projection_cost(problem)
 
 

@@ -6,6 +6,7 @@ is not drawn and says why.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from mla_var3.bench.suites import COMMON
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.op.mla.model.designs import estimate
 from mla_var3.op.mla.model.times import Workload
+from mla_var3.runtime.paths import write_atomic
 
 # Okabe and Ito's palette, distinct under every common form of colour blindness and in grey.
 COLOURS = {
@@ -346,14 +348,13 @@ def new_figure(width: float, height: float) -> Iterator[Any]:
 
 def save_figure(figure: Any, path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write a figure in each format; `path` has no suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = []
     for suffix in formats:
         file = path.with_name(f"{path.name}.{suffix}")
-        temporary = path.with_name(f".{path.name}.{suffix}")
         # Without a date, two plots of the same figures are the same file.
         metadata = {"Date": None} if suffix == "svg" else {}
-        figure.savefig(temporary, format=suffix, dpi=_DPI, metadata=metadata)
-        temporary.replace(file)
+        content = io.BytesIO()
+        figure.savefig(content, format=suffix, dpi=_DPI, metadata=metadata)
+        write_atomic(file, content.getvalue())
         written.append(file)
     return written

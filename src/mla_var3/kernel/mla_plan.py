@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_var3.op.mla.attend import AttendOptions
 from mla_var3.op.mla.inputs import MlaInputs, make_inputs, project_queries, torch_dtype
-from mla_var3.op.mla.problem import MlaProblem, require_size
+from mla_var3.op.mla.problem import SIZE_NAMES, MlaProblem, require_size
 from mla_var3.op.mla.reference import reference_latent
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.tensors import check_tensor, require_view
@@ -65,19 +65,10 @@ class MlaPlan(KernelPlan):
 
     @functools.cached_property
     def _problem(self) -> MlaProblem:
+        # Plans without a field `v` have values of width d, which is what 0 stands for.
+        sizes = {name: getattr(self, name, 0) for name in SIZE_NAMES}
         return MlaProblem(
-            b=self.b,
-            s=self.s,
-            t=self.t,
-            h=self.h,
-            d=self.d,
-            p=self.p,
-            k=self.k,
-            v=getattr(self, "v", 0),
-            dtype=self.dtype,
-            causal=self.causal,
-            lengths=self.lengths,
-            scale=self.scale,
+            **sizes, dtype=self.dtype, causal=self.causal, lengths=self.lengths, scale=self.scale
         )
 
     @property

@@ -61,8 +61,7 @@ def test_flops_of_the_mix_by_counting(problem, n):
         return (d + p) + v if new else (k + p) + k
 
     expected = 2 * multiply_adds(problem, per_token)
-    assert cost.mla_var6_plus_cost(problem, n).flops == expected
-    assert cost.attention_block_specialized_cost(problem, n) == cost.mla_var6_plus_cost(problem, n)
+    assert cost.attention_block_specialized_cost(problem, n).flops == expected
 
 
 def test_bytes_are_the_sizes_of_the_tensors():
@@ -207,8 +206,7 @@ def test_cost_arithmetic():
 
 
 OF_A_WINDOW = (
-    cost.mla_var6_plus_cost, cost.attention_block_specialized_cost, cost.decompression_cost,
-    cost.decompressed_bytes,
+    cost.attention_block_specialized_cost, cost.decompression_cost, cost.decompressed_bytes
 )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ def flash_mla_split_kv_stages(
 def attention_block_specialized_cost(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> Cost:
     """First stage of mla_var6_plus: old tokens latent, the `n` newest decompressed.
 
+    Its 2bhstp + 2bhsn(d+v) + 4bhsok FLOPs are those its TFLOP/s are quoted on.
     Reads the queries in all three forms, the latent cache of the old tokens and the window of the
     new ones; writes a latent and a decompressed partial in the problem's dtype, each with its LSE.
     """
@@ -88,15 +89,6 @@ def decompress_combine_cost(problem: MlaProblem) -> Cost:
     rows, k, v = _rows(problem), problem.k, problem.v
     elements = rows * k + rows * v + problem.h * k * v + rows * v
     return Cost(2 * rows * k * v, elements * problem.element_size + 3 * _lse_bytes(problem))
-
-
-def mla_var6_plus_cost(problem: MlaProblem, n: int) -> Cost:
-    """The attention part of mla_var6_plus alone, 2bhstp + 2bhsn(d+v) + 4bhsok FLOPs.
-
-    This is the figure its TFLOP/s are quoted on, as for the other kernels; the combine stage is
-    `decompress_combine_cost`.
-    """
-    return attention_block_specialized_cost(problem, n)
 
 
 def query_projection_cost(problem: MlaProblem) -> Cost:

@@ -44,7 +44,6 @@ from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
     decompress_combine_cost,
-    mla_var6_plus_cost,
 )
 from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.problem import require_int
@@ -200,5 +199,6 @@ class CutileMixPlan(NewestWindowPlan):
 
     def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
         problem = self.problem()
-        cost = mla_var6_plus_cost(problem, self.chosen_n) + decompress_combine_cost(problem)
+        attention = attention_block_specialized_cost(problem, self.chosen_n)
+        cost = attention + decompress_combine_cost(problem)
         return cost.flops, cost.bytes
