@@ -226,12 +226,22 @@ class AnyTiling(Tiling):
         return Constraints()
 
 
+def kernel_without_plan(kernel_fn: Any, host: Any, arguments: tuple[Any, ...]) -> Any:
+    """A kernel to compile, with its host function and arguments."""
+    from mla_var3.runtime.cute_kernel import CuteKernel
+
+    return CuteKernel(
+        kernel_fn=kernel_fn, host_fn=lambda tiling: copy.copy(host),
+        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(),
+        input_tensors=[], output_tensors=[], algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
+    )  # fmt: skip
+
+
 def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     """The kernel of a projection, as whole calls launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
     from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90
-    from mla_var3.runtime.cute_kernel import CuteKernel
 
     rows = torch.empty(8, dtype=getattr(torch, dtype), device="meta")
     element = ELEMENT_TYPES[rows.dtype]
@@ -240,32 +250,20 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     if wanted == COMBINE:
         host = DecompressCombineSm90(element, True, **constants)
         arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
-    return CuteKernel(
-        kernel_fn=getattr(type(host), wanted), host_fn=lambda tiling: copy.copy(host),
-        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
-        input_tensors=[], output_tensors=[rows],
-        algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
-    )  # fmt: skip
+    return kernel_without_plan(getattr(type(host), wanted), host, arguments)
 
 
 def fp8_kernel(fmt: str, columns: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The latent kernel on pages of an 8-bit format, as whole calls launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
-    from mla_var3.runtime.cute_kernel import CuteKernel
 
     from . import noted_launch
 
     operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt, dtype)
-    arguments = noted_launch.arguments(operands)
     per_token = fmt == "fp8_per_token"
     host = LatentFp8Sm90(ELEMENT_TYPES[dtype], columns, per_token, early=True)
-    return CuteKernel(
-        kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: copy.copy(host),
-        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
-        input_tensors=[], output_tensors=[operands.o_latent],
-        algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
-    )  # fmt: skip
+    return kernel_without_plan(LatentFp8Sm90.latent_fp8, host, noted_launch.arguments(operands))
 
 
 def stage_of(name: str, fields: dict[str, Any]) -> Any:

@@ -1,10 +1,13 @@
 """Inputs at the edges of what floating point can hold, and rows that see no key."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.compare import compare
 
 from .kernel_support import DESIGNS, Case, make_plan, named_inputs, plan_of, require
@@ -12,16 +15,20 @@ from .kernel_support import DESIGNS, Case, make_plan, named_inputs, plan_of, req
 CASE = Case(s=3, t=70, h=2, lengths=(70, 0, 20, 2), n=30)
 
 
+def with_queries(
+    plan: MlaPlan, design: str, change: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    """The inputs of a plan with its queries changed."""
+    inputs = named_inputs(plan, design)
+    return tuple(change(x) if name.startswith("q_") else x for name, x in inputs.items())
+
+
 @pytest.mark.parametrize(("factor", "dtype"), [(1e3, "float16"), (1e-4, "float16")])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_scores_far_from_one(design, factor, dtype):
     """Huge scores make the softmax a choice of one key: exp must neither overflow nor vanish."""
     plan = plan_of(design, CASE, dtype=dtype)
-    inputs = named_inputs(plan, design)
-    for name in inputs:
-        if name.startswith("q_"):
-            inputs[name] = inputs[name] * factor
-    stage = require(plan, tuple(inputs.values()))
+    stage = require(plan, with_queries(plan, design, lambda q: q * factor))
     lse = stage.output_tensors[1]
     assert lse[lse.isfinite()].abs().max() > (1e3 if factor > 1 else 1.0)
 
@@ -33,11 +40,10 @@ def test_scores_all_huge_and_of_one_sign(design, sign):
     plan = plan_of(design, CASE, dtype="bfloat16")
     inputs = named_inputs(plan, design)
     for name, tensor in inputs.items():
-        if name.startswith("q_") or name in ("k", "k_new", "k_rope", "k_rope_new", "c_kv"):
-            inputs[name] = torch.where(tensor.isnan(), tensor, 30.0)
-    for name in inputs:
         if name.startswith("q_"):
-            inputs[name] = inputs[name] * sign
+            inputs[name] = torch.full_like(tensor, 30.0 * sign)
+        elif name in ("k", "k_new", "k_rope", "k_rope_new", "c_kv"):
+            inputs[name] = torch.where(tensor.isnan(), tensor, 30.0)
     stage = require(plan, tuple(inputs.values()))
     lse = stage.output_tensors[1]
     finite = lse[lse.isfinite()]
@@ -49,11 +55,7 @@ def test_scores_all_huge_and_of_one_sign(design, sign):
 def test_equal_scores_give_the_mean(design, causal, dtype):
     """With zero queries every visible key weighs the same, and the lse is log(count)."""
     plan = plan_of(design, CASE, dtype=dtype, causal=causal)
-    inputs = named_inputs(plan, design)
-    for name in inputs:
-        if name.startswith("q_"):
-            inputs[name] = torch.zeros_like(inputs[name])
-    lse = require(plan, tuple(inputs.values())).output_tensors[1]
+    lse = require(plan, with_queries(plan, design, torch.zeros_like)).output_tensors[1]
     problem = plan.problem()
     for request in range(plan.b):
         for query in range(plan.s):

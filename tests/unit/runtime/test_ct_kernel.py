@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -161,16 +162,10 @@ def test_two_threads_get_the_same_kernel_with_hints():
             self.both.wait(5.0)
             return object()
 
-    function, found = SlowFunction(), []
-    threads = [
-        threading.Thread(target=lambda: found.append(hinted_kernel(function, {"occupancy": 2})))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] is found[1] is hinted_kernel(function, {"occupancy": 2})
+    function, hints = SlowFunction(), {"occupancy": 2}
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(hinted_kernel, [function] * 2, [hints] * 2)
+    assert one is other is hinted_kernel(function, hints)
 
 
 @pytest.fixture

@@ -120,16 +120,16 @@ def test_a_wrong_version_is_quoted_and_the_known_ones_listed(version, quoted):
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "targets"),
     [
-        "class Plan:\n    targets = ('sm_90',)",
-        "class Plan:\n    targets: ClassVar[tuple[str, ...]] = ('sm_90',)",
-        "targets = ('sm_90',)\ntargets = others()\ndel targets",
+        ("class Plan:\n    targets = ['sm_90']", ("sm_90",)),
+        ("class Plan:\n    targets: ClassVar[tuple[str, ...]] = ('sm_90',)", ("sm_90",)),
+        ("targets = ('sm_90',)\ntargets = others()\ndel targets", ("sm_90",)),
+        ("targets: tuple[str, ...]\nother = 1", paths.TARGETS),
     ],
 )
-def test_targets_are_read_from_the_source(source):
-    assert paths.targets_in(source) == ("sm_90",)
-    assert paths.targets_in("targets: tuple[str, ...]") == paths.TARGETS
+def test_targets_are_read_from_the_source(source, targets):
+    assert paths.targets_in(source) == targets
 
 
 def test_a_written_file_has_the_mode_of_any_other(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -89,11 +90,8 @@ def test_every_thread_has_its_own_memory(repeated):
         pairs.append((before, ctypes.c_uint64.from_address(packed[0]).value))
 
     repeated._entry = slow
-    threads = [threading.Thread(target=repeated, args=(n * 16, 0, 32)) for n in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(repeated, (16, 32), (0, 0), (32, 32)))
     assert sorted(pairs) == [(16, 16), (32, 32)]
 
 
