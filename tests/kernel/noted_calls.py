@@ -57,13 +57,11 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
     return log
 
 
-def fp8_parts(
-    fmt: str, device: str, pages: int, page_tokens: int = 64, k: int = 512, p: int = 64
-) -> dict[str, torch.Tensor]:
+def fp8_parts(fmt: str, device: str, pages: int, page_tokens: int = 64) -> dict[str, torch.Tensor]:
     """`latent`, `rope` and `scales` of a cache in 8 bits, as the kernels take them."""
     form = cache_format(fmt)
-    shape = (pages, page_tokens, form.row_bytes(k, p))
-    parts = form.parts(torch.zeros(shape, dtype=torch.uint8, device=device), k, p)
+    shape = (pages, page_tokens, form.row_bytes(512, 64))
+    parts = form.parts(torch.zeros(shape, dtype=torch.uint8, device=device), 512, 64)
     scales = parts.scales[..., 0] if parts.scales.dim() > 1 else torch.zeros(1, device=device)
     return {"latent": parts.latent, "rope": parts.rope, "scales": scales}
 

@@ -73,11 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def full_page(folder: Path) -> str:
     """The page of `full_record`, drawn once for all tests that only read it."""
-    return page_of(full_record(), folder)
-
-
-def page_of(found: BenchRecord, folder: Path) -> str:
-    return html_page(found, draw_plots(found, folder))
+    return html_page(full_record(), draw_plots(full_record(), folder))
 
 
 def test_the_page_is_well_formed_and_complete(full_page):

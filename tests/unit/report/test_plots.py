@@ -1,7 +1,6 @@
 """Plots are written, of a sensible size, and say what they show."""
 
-import struct
-from pathlib import Path
+from matplotlib.image import imread
 
 from mla_var3.bench.plots import COLOURS
 from mla_var3.conf.devices import load_devices
@@ -13,13 +12,6 @@ from mla_var3.report.sweep import sweep
 PROBLEM = MlaProblem(b=32, s=1, t=4096, h=128)
 
 
-def png_size(path: Path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    return width, height
-
-
 def test_line_and_bar_plots(tmp_path):
     points = {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}
     labels = {"title": "a title", "y_label": "time, µs"}
@@ -27,7 +19,7 @@ def test_line_and_bar_plots(tmp_path):
     groups = {"s=1": {"a": 1.0, "b": 2.0}, "s=2": {"a": 3.0}}
     bars = bar_plot(groups, tmp_path / "bars", **labels)
     for png, svg in (lines, bars):
-        assert min(png_size(png)) > 400 and "a title" in svg.read_text()
+        assert min(imread(png).shape[:2]) > 400 and "a title" in svg.read_text()
 
 
 def test_a_sweep_ranks_only_what_was_timed():

@@ -26,13 +26,6 @@ def fresh() -> Iterator[None]:
         function.cache_clear()
 
 
-def _no_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-
-
 def test_record_is_json_and_complete():
     record = env.environment()
     assert json.loads(json.dumps(record)) == record
@@ -45,7 +38,10 @@ def test_record_is_json_and_complete():
 
 
 def test_nothing_installed_is_none(monkeypatch, tmp_path):
-    _no_distributions(monkeypatch)
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
     monkeypatch.setattr(env, "find_tool", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(env, "_torch", lambda: None)

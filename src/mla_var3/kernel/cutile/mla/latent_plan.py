@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.kernel.cutile.mla.tilings import LatentTiling, scale_columns
 from mla_var3.kernel.mla_plan import MlaPlan, sliding_window_field
 from mla_var3.kernel.paging import check_pages, dense_inputs, paged_inputs
 from mla_var3.op.mla.cache_formats import (
@@ -151,15 +151,9 @@ class LatentPlan(MlaPlan):
 
     def candidates(self, tiling: type[LatentTilingT]) -> list[LatentTilingT]:
         """Tilings to choose from, the default first."""
-        fmt = self.format
-        columns = 1 if fmt is None else fmt.scale_columns or 1
+        eight_bit, columns = self.format is not None, scale_columns(self)
         return tiling.candidates(
-            self.target.code,
-            self.k,
-            self.page,
-            p=self.p,
-            eight_bit=fmt is not None,
-            columns=columns,
+            self.target.code, self.k, self.page, p=self.p, eight_bit=eight_bit, columns=columns
         )
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ def mma_part(target: str) -> int:
     return 512 if target.startswith("sm_8") and small else 128
 
 
-def _scale_columns(plan: MlaPlan) -> int:
+def scale_columns(plan: MlaPlan) -> int:
     """Latent columns of a scale of an 8-bit cache; 1 where a scale holds for whole rows."""
     fmt = getattr(plan, "format", None)
     return 1 if fmt is None else fmt.scale_columns or 1
@@ -134,7 +134,7 @@ class LatentTiling(Tiling):
             *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, **({"p": pd.p} if pd.p else {})),
             divides("Kp", self.Kp, "k", pd.k),
             divides("Bn", self.Bn, "page", getattr(pd, "page", 0)),
-            divides("columns of a scale", _scale_columns(pd), "Kp", self.Kp),
+            divides("columns of a scale", scale_columns(pd), "Kp", self.Kp),
             fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
         )
 
