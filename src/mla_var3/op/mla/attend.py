@@ -95,8 +95,9 @@ def attend(
         for request in range(b):
             positions = [segment.positions[request].to(device) for segment in segments]
             used = [(slots >= 0) & (slots < kv_lengths[request]) for slots in positions]
+            begin, limit = begins[request][:, None], limits[request][:, None]  # [s, 1]
             hidden = [
-                ~(mask & _between(slots, begins[request], limits[request]))  # [s, m]
+                ~(mask & (slots >= begin) & (slots < limit))  # [s, m]
                 for mask, slots in zip(used, positions, strict=True)
             ]
             for heads in _head_chunks(segments, s, h):
@@ -202,11 +203,6 @@ def _visible_limits(lengths: torch.Tensor, s: int, causal: bool) -> torch.Tensor
     if causal:
         limits = limits - s + 1 + torch.arange(s, device=lengths.device)
     return limits
-
-
-def _between(slots: torch.Tensor, begins: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Whether each query sees a slot, bool `[s, m]`."""
-    return (slots >= begins[:, None]) & (slots < limits[:, None])
 
 
 def _head_chunks(segments: Sequence[KvSegment], s: int, h: int) -> Iterator[slice]:
