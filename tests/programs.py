@@ -43,3 +43,10 @@ def load_module(path: Path) -> ModuleType:
     finally:
         del sys.modules[spec.name]
     return module
+
+
+def run_snippet(body: str, folder: Path) -> ModuleType:
+    """Run a documented snippet as a module: kernel languages read functions from their file."""
+    path = folder / "documented_snippet.py"
+    path.write_text(body)
+    return load_module(path)

@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs the extra cute: nvidia-cutlass-dsl")
 
-from tests.programs import load_module
+from tests.programs import run_snippet
 
 from . import cute_findings
 from .api_names import exists, mentioned
@@ -29,13 +28,6 @@ def snippets_of(page: str) -> list[tuple[str, dict[str, int]]]:
         pairs = (item.split("=") for item in match["expected"].split(", "))
         found.append((match["body"], {name: int(count) for name, count in pairs}))
     return found
-
-
-def run_snippet(body: str, folder: Path) -> ModuleType:
-    """Run a snippet as a module: CuTe DSL reads functions from their source file."""
-    path = folder / "documented_cute_snippet.py"
-    path.write_text(body)
-    return load_module(path)
 
 
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:

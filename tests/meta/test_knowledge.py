@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs import load_module
+from tests.programs import run_snippet
 
 SECTIONS = [
     "Applies to",
@@ -167,13 +167,6 @@ def syntax_problems(text: str) -> list[str]:
     return problems
 
 
-def run_snippet(body: str, folder: Path) -> None:
-    """Run a snippet as a module of its own: kernels are read from a source file."""
-    path = folder / "documented_snippet.py"
-    path.write_text(PRELUDE + body)
-    load_module(path)
-
-
 @pytest.fixture(scope="module")
 def knowledge(repo_root: Path) -> Path:
     return repo_root / "docs" / "knowledge"
@@ -233,7 +226,7 @@ def test_reference_snippets_run(reference, tmp_path):
     marked = [body for body, run in snippets_of(reference) if run]
     assert len(marked) >= 3
     for body in marked:
-        run_snippet(body, tmp_path)
+        run_snippet(PRELUDE + body, tmp_path)
 
 
 def test_pages_are_in_the_navigation(repo_root, knowledge):
