@@ -86,13 +86,7 @@ def test_drafts_may_end_behind_the_context(monkeypatch) -> None:
     from mla_var3.integrations.sglang import backend
 
     monkeypatch.setattr(backend, "draft_tokens", lambda runner: 8)
-    pool = SimpleNamespace(req_to_token=torch.zeros((2, 256 + 4 + 8), dtype=torch.int32))
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(context_len=256, kv_lora_rank=512), use_mla_backend=True,
-        kv_cache_dtype=torch.bfloat16, page_size=64, token_to_kv_pool=None, device="cpu",
-        req_to_token_pool=pool,
-    )  # fmt: skip
-    made = backend.HyperMLABackend(runner)
+    made = backend.HyperMLABackend(runner())
     made.init_cuda_graph_state(max_bs=2, max_num_tokens=16)
     # 256 tokens and 8 drafts are on five pages, eager and in a graph.
     batch = SimpleNamespace(req_pool_indices=torch.tensor([1]))
@@ -112,15 +106,97 @@ def test_a_rank_without_requests() -> None:
     assert backend.forward_metadata.block_table.shape[0] == 0
 
 
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_a_cache_in_8_bits_has_the_scale_of_its_layer(scale) -> None:
+@pytest.mark.parametrize("k_scale", [None, 0.5])
+def test_a_cache_in_8_bits_is_read_as_sglang_writes_it(k_scale) -> None:
+    """Its cache rounds what it gets and leaves the scale of the checkpoint out."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    generator = torch.Generator().manual_seed(1)
+    pool = MLATokenToKVPool(
+        size=128, page_size=64, dtype=torch.float8_e4m3fn, kv_lora_rank=512, qk_rope_head_dim=64,
+        layer_num=1, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=2, head_dim=576, v_head_dim=512, scaling=0.1,
+        k_scale=None if k_scale is None else torch.tensor(k_scale),
+    )  # fmt: skip
+    rows = torch.randn((70, 1, 576), generator=generator)
+    pool.set_kv_buffer(layer, torch.arange(64, 134), rows, rows[..., :512])
     backend = verifying_backend(drafts=0)
-    rows = torch.zeros((130, 1, 576), dtype=torch.float8_e4m3fn)
-    backend.k, backend._layers = 512, {}
-    backend.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: rows)
-    k_scale = None if scale is None else torch.tensor(scale)
-    pages = backend._pages(SimpleNamespace(layer_id=0, k_scale=k_scale))
-    assert pages.latent.shape == (2, 64, 512) and pages.scales.tolist() == [scale or 1.0]
+    backend.k, backend._layers, backend.token_to_kv_pool = 512, {}, pool
+    backend.forward_metadata = SimpleNamespace(
+        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
+        lengths=torch.tensor([70], dtype=torch.int32), max_q=1, query_start_loc=None,
+        tree_mask=None,
+    )  # fmt: skip
+    q = torch.randn((1, 2, 576), generator=generator)
+    found = backend.forward_decode(q, None, None, layer, None)
+    held = rows[:, 0].to(torch.float8_e4m3fn).double()
+    weights = (q[0].double() @ held.T * 0.1).softmax(-1)
+    torch.testing.assert_close(
+        found.view(2, 512).double(), weights @ held[:, :512], atol=2e-2, rtol=2e-2
+    )
+
+
+def runner(**config):
+    pool = SimpleNamespace(req_to_token=torch.zeros((2, 256 + 4 + 8), dtype=torch.int32))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            context_len=256, kv_lora_rank=512, hf_text_config=SimpleNamespace(**config)
+        ),
+        use_mla_backend=True, kv_cache_dtype=torch.bfloat16, page_size=64, token_to_kv_pool=None,
+        device="cpu", req_to_token_pool=pool,
+    )  # fmt: skip
+
+
+def test_a_model_with_sparse_attention_is_refused() -> None:
+    """SGLang's indexer takes a backend without its metadata for one that reads all tokens."""
+    from mla_var3.integrations.sglang.backend import HyperMLABackend
+
+    with pytest.raises(ValueError, match="serves dense attention, the model has sparse"):
+        HyperMLABackend(runner(index_topk=2048))
+
+
+@pytest.mark.parametrize("name", ["topk_indices", "attn_sink"])
+def test_what_the_kernel_does_not_compute_is_refused(name) -> None:
+    with pytest.raises(ValueError, match=f"does not compute {name}"):
+        verifying_backend(drafts=0).forward_decode(
+            None, None, None, None, None, **{name: torch.zeros(1)}
+        )
+
+
+def test_queries_that_grow_with_the_position(monkeypatch) -> None:
+    """SGLang's DeepSeek layers apply `llama_4_scaling` only to queries in one piece."""
+    from sglang.srt.models.deepseek_common import utils
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    from mla_var3.integrations.sglang import backend
+
+    names = [name for name in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS if name != "hyper_mla"]
+    for module in (utils, forward_mla):
+        monkeypatch.setattr(module, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", names)
+    monkeypatch.setattr(backend, "draft_tokens", lambda runner: 0)
+    backend.HyperMLABackend(runner(llama_4_scaling={"beta": 0.1}))
+
+    class Called(Exception):
+        pass
+
+    def attend(q, *_, **parts):
+        raise Called(q, parts)
+
+    layer = SimpleNamespace(
+        current_attention_backend="hyper_mla", learnable_sink_param=None, attn_mqa=attend,
+        _fuse_rope_for_trtllm_mla=lambda batch: False, is_dcp_mla_decode_phase=lambda batch: False,
+    )  # fmt: skip
+    scaling = torch.tensor([1.0, 3.0])[:, None, None]
+    q, k = torch.ones((2, 4, 576)), torch.ones((2, 1, 576))
+    with pytest.raises(Called) as error:
+        forward_mla.DeepseekMLAForwardMixin.forward_absorb_core(
+            layer, q[..., 512:], k[..., 512:], q[..., :512], k[..., :512], None, None, None, None,
+            scaling,
+        )  # fmt: skip
+    given, parts = error.value.args
+    assert torch.equal(given, q * scaling) and "q_rope" not in parts
 
 
 def verifying_backend(drafts: int):
@@ -187,6 +263,37 @@ def test_other_backends_are_left_alone() -> None:
     arguments.resolve_once()
     assert arguments.attention_backend == "triton"
     assert arguments.decode_attention_backend is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefill_attention_backend": "hyper_mla"}, "--prefill-attention-backend: hyper_mla"),
+        (
+            {"attention_backend": "hyper_mla", "enable_deterministic_inference": True},
+            "--enable-deterministic-inference: not with hyper_mla",
+        ),
+        (
+            {"attention_backend": "hyper_mla", "rl_on_policy_target": "fsdp"},
+            "--enable-deterministic-inference: not with hyper_mla",
+        ),
+        ({"decode_attention_backend": "hyper_mla", "dcp_size": 2}, "--dcp-size: .* got 2"),
+        (
+            {
+                "attention_backend": "hyper_mla",
+                "enable_two_batch_overlap": True,
+                "speculative_eagle_topk": 2,
+            },
+            "--speculative-eagle-topk: hyper_mla needs 1",
+        ),
+    ],
+)
+def test_settings_that_are_not_served_are_refused(settings, message) -> None:
+    """SGLang looks at the backend of prefill, and lets them through."""
+    from sglang.srt.server_args import ServerArgs
+
+    with pytest.raises(ValueError, match=message):
+        ServerArgs(model_path="dummy", **settings).resolve_once()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

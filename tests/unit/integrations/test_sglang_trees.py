@@ -117,6 +117,38 @@ def test_more_requests_than_the_buffer_has(backend, generator):
     assert torch.equal(backend.forward_metadata.tree_mask, wanted)
 
 
+@pytest.mark.parametrize("room", [4, 2])
+def test_requests_that_only_pad_the_batch(room, backend, generator):
+    """Data parallelism adds them before an eager pass; the mask has no part for them.
+
+    Two requests fit the buffer of four, or have a tensor of their own beside one of two.
+    """
+    wanted = trees(generator, 2)
+    own = torch.zeros(room * S * S, dtype=torch.bool)
+    own[: wanted.numel()] = wanted.flatten()
+    backend._verify_mask = SimpleNamespace(buffer=own)
+    mask = own if room == 4 else own.clone()
+    backend.init_forward_metadata(verification(6, custom_mask=mask, topk=2))
+    found = backend.forward_metadata.tree_mask
+    assert found.shape == (6, S, S) and torch.equal(found[:2], wanted)
+
+
+def test_a_full_mask_with_as_many_entries_as_there_are_trees(backend, generator):
+    """Without a buffer SGLang makes full masks; one of padded batches may be as large."""
+    backend._verify_mask = None
+    wanted = trees(generator, 1)
+    rows = torch.cat([torch.ones((S, 6), dtype=torch.bool), wanted[0]], 1)
+    batch = verification(3, custom_mask=rows.flatten(), topk=2)
+    batch.seq_lens = batch.seq_lens_cpu = torch.tensor([6, 1, 1])
+    backend.init_forward_metadata(batch)
+    assert torch.equal(backend.forward_metadata.tree_mask[:1], wanted)
+
+
+def test_lengths_on_the_host_are_asked_for(backend):
+    """SGLang 0.5.16, which has no `VerifyMask`, sizes the mask of a verification by them."""
+    assert backend.needs_cpu_seq_lens
+
+
 @pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}])
 def test_full_masks_of_regular_and_other_trees(spec, backend, generator):
     """Those of n-grams name no number of branches, or -1."""

@@ -57,11 +57,14 @@ def complete_settings(arguments: Any) -> None:
 
     if getattr(arguments, "_resolution_finished", False):
         return
+    if arguments.prefill_attention_backend == NAME:
+        raise ValueError(f"--prefill-attention-backend: {NAME} serves decode and verification only")
     if arguments.attention_backend == NAME:
         arguments.attention_backend = arguments.prefill_attention_backend or PREFILL
         arguments.decode_attention_backend = arguments.decode_attention_backend or NAME
     if arguments.decode_attention_backend != NAME:
         return
+    _refuse_options(arguments)
     if arguments.page_size is None:
         arguments.page_size = PAGE_SIZE
     elif arguments.page_size % PAGE_SIZE:
@@ -73,9 +76,27 @@ def complete_settings(arguments: Any) -> None:
         if arguments.speculative_draft_attention_backend in (None, NAME):
             arguments.speculative_draft_attention_backend = PREFILL
     log.info(
-        "%s: prefill and drafts on %s, decode and verification on %s, page size %d",
+        "%s: prefill on %s, drafts on %s, decode and verification on %s, page size %d",
         NAME,
-        arguments.attention_backend,
+        arguments.prefill_attention_backend or arguments.attention_backend or "SGLang's default",
+        arguments.speculative_draft_attention_backend if arguments.speculative_algorithm else None,
         NAME,
         arguments.page_size,
     )
+
+
+def _refuse_options(arguments: Any) -> None:
+    """Refuse what SGLang would let through because prefill has another backend."""
+
+    def given(name: str) -> Any:
+        return getattr(arguments, name, None)
+
+    if given("enable_deterministic_inference") or given("rl_on_policy_target"):
+        raise ValueError(
+            f"--enable-deterministic-inference: not with {NAME}, whose results may depend on the "
+            f"rest of the batch; use --attention-backend {PREFILL}"
+        )
+    if (given("dcp_size") or 1) > 1:
+        raise ValueError(f"--dcp-size: {NAME} needs 1 in SGLang, got {given('dcp_size')}")
+    if given("enable_two_batch_overlap") and (given("speculative_eagle_topk") or 1) > 1:
+        raise ValueError(f"--speculative-eagle-topk: {NAME} needs 1 with two-batch overlap")

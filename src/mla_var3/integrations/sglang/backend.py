@@ -20,10 +20,17 @@ from mla_var3.integrations import paged
 from mla_var3.integrations.sglang import NAME, PREFILL
 from mla_var3.op.mla.window.quantise import E4M3
 
+try:
+    from sglang.srt.layers.attention.verify_mask import VerifyMask
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+except ImportError:  # SGLang 0.5.16
+    VerifyMask = None
+
 log = logging.getLogger(__name__)
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
-"""Dtypes of the cache; one in e4m3 has the scale of its layer, as in SGLang's own backends."""
+"""Dtypes of the cache; one in e4m3 has a scale of 1, because SGLang's cache rounds what it gets
+without dividing by the layer's `k_scale`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class Metadata:
 class HyperMLABackend(AttentionBackend):
     """Latent attention of one model runner."""
 
-    needs_cpu_seq_lens: bool = False
+    # SGLang 0.5.16 sizes the mask of a verification by them.
+    needs_cpu_seq_lens: bool = VerifyMask is None
 
     def __init__(self, runner: Any) -> None:
         """Check the model, and compile the kernel's programs on a GPU."""
@@ -60,6 +68,9 @@ class HyperMLABackend(AttentionBackend):
             raise ValueError(
                 f"{NAME} does not read {runner.kv_cache_dtype}: --kv-cache-dtype auto, or fp8_e4m3"
             )
+        text = getattr(config, "hf_text_config", None)
+        if getattr(text, "index_topk", None) is not None:
+            raise ValueError(f"{NAME} serves dense attention, the model has sparse (index_topk)")
         self.page_size: int = runner.page_size
         self.k: int = config.kv_lora_rank
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -76,7 +87,8 @@ class HyperMLABackend(AttentionBackend):
         self._graph: Metadata | None = None
         self._verify_mask: Any = None
         self.forward_metadata: Metadata | None = None
-        _share_query_parts()
+        # SGLang scales the queries of Llama 4's kind only where it joins their parts.
+        _register(apart=getattr(text, "llama_4_scaling", None) is None)
         if self.device.type == "cuda":
             self._prepare(runner)
 
@@ -206,10 +218,14 @@ class HyperMLABackend(AttentionBackend):
             return None
         own, entries = self._verify_mask, b * s * s
         # Of more requests than the buffer has, the mask over the drafts alone is another tensor.
-        if (own is not None and mask.data_ptr() == own.buffer.data_ptr()) or (
-            mask.numel() == entries and not padded
+        if own is not None and (
+            mask.data_ptr() == own.buffer.data_ptr()
+            or (branches > 1 and mask.numel() <= entries and not padded)
         ):
-            return mask[:entries].view(torch.bool).view(b, s, s)
+            mask = mask[:entries].view(torch.bool)
+            if mask.numel() < entries:  # data parallelism pads batches with requests
+                mask = torch.nn.functional.pad(mask, (0, entries - mask.numel()))
+            return mask.view(b, s, s)
         # The full mask: for each request, s rows of context and drafts; its last s columns.
         width = (context + s).long()
         first = (width * s).cumsum(0) - width * s
@@ -231,9 +247,12 @@ class HyperMLABackend(AttentionBackend):
         save_kv_cache: bool = True,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
-        **_: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """Write the new tokens to the cache, then attend."""
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"{NAME} does not compute {name}")
         if k is not None and save_kv_cache:
             self._write(layer, forward_batch, k, v, k_rope)
         heads, width = layer.tp_q_head_num, layer.head_dim
@@ -275,10 +294,7 @@ class HyperMLABackend(AttentionBackend):
         if known is None or (known[0] is not rows and paged.moved(known[0], rows)):
             whole = rows.shape[0] // self.page_size * self.page_size
             cache = rows[:whole].view(-1, self.page_size, rows.shape[-1])
-            scale = getattr(layer, "k_scale", None) if cache.dtype is E4M3 else None
-            if scale is not None:
-                scale = scale.reshape(1)
-            known = self._layers[layer.layer_id] = rows, paged.Pages.of(cache, self.k, scale)
+            known = self._layers[layer.layer_id] = rows, paged.Pages.of(cache, self.k)
         return known[1]
 
 
@@ -305,26 +321,21 @@ def attention_ranks() -> int:
 
 def _draft_only_mask(buffer: torch.Tensor | None) -> Any:
     """SGLang's description of a mask over the draft tokens alone; None where it has none."""
-    try:
-        from sglang.srt.layers.attention.verify_mask import VerifyMask
-        from sglang.srt.speculative.eagle_utils import TreeMaskMode
-    except ImportError:
-        return None
-    if buffer is None:
+    if VerifyMask is None or buffer is None:
         return None
     flat = buffer.view(-1)
     return VerifyMask(buffer=flat, mode=TreeMaskMode.QLEN_ONLY, max_bs=buffer.shape[0])
 
 
-def _share_query_parts() -> None:
-    """Ask SGLang's DeepSeek layers for latent and rope queries apart, and for fa3's prefill."""
+def _register(*, apart: bool) -> None:
+    """Ask SGLang's DeepSeek layers for fa3's prefill, and for query parts apart or joined."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 
-    if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+    registry = handlers.AttentionBackendRegistry
+    registry.register(NAME, registry.get_handler(PREFILL))
+    if apart and NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
-        registry = handlers.AttentionBackendRegistry
-        registry.register(NAME, registry.get_handler(PREFILL))
 
 
 @lru_cache(maxsize=8)
