@@ -187,6 +187,8 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,6 +212,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: likewise.
         topk_length: likewise.
         extra_topk_length: likewise.
+        out: where the output goes, `[b, s, h, k]`; by default a new tensor. For `h_k` of 1.
+        enable_batch_invariant: whether a request's result must not depend on the rest of the batch.
         descale_q: the scale of e4m3 queries, float32 of one element; None for 1. Such queries are
             converted to bfloat16 first.
         descale_k: the scale of an fp8 cache that holds none, likewise.
@@ -223,6 +227,8 @@ def flash_mla_with_kvcache(
     if (
         (num_splits is None or isinstance(tile_scheduler_metadata, torch.Tensor))
         and descale_q is None
+        and out is None
+        and not enable_batch_invariant
         and indices is None
         and attn_sink is None
         and extra_k_cache is None
@@ -293,6 +299,8 @@ def flash_mla_with_kvcache(
         raise InvalidArgumentError("k_cache", f"pages of a multiple of {PAGE_STEP}", page_size)
     if kv_heads == 0 or h % kv_heads:
         raise InvalidArgumentError("k_cache", f"h_k that divides h={h}", kv_heads)
+    if out is not None and kv_heads > 1:
+        raise InvalidArgumentError("out", f"None with h_k={kv_heads}", "a tensor")
     if fmt is not None and fmt.by_page and kv_heads > 1:
         raise InvalidArgumentError("k_cache", f"h_k of 1 ({fmt.name})", kv_heads)
     config: dict[str, object] = {
@@ -302,11 +310,12 @@ def flash_mla_with_kvcache(
         "page": page_size,
         "h_k": kv_heads,
         "causal": causal,
+        "enable_batch_invariant": enable_batch_invariant,
     }
     tile_scheduler_metadata.require(config)
     scale = width**-0.5 if softmax_scale is None else softmax_scale
     group = h // kv_heads
-    options = Options(causal=causal, scale=scale)
+    options = Options(causal=causal, scale=scale, out=out, batch_invariant=enable_batch_invariant)
     outputs, lses = [], []
     launch = None
     for head in range(kv_heads):

@@ -135,6 +135,28 @@ def test_the_older_interface():
     assert compare(new[1], want_lse).max_abs < 1e-4
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_newest_arguments(batch_invariant):
+    """By place, as FlashMLA's interface in vLLM 0.33 has them."""
+    case = make_case([70, 5], 2, 4, 1, width=72, dtype=torch.bfloat16)
+    out = torch.empty(2, 2, 4, 64, dtype=torch.bfloat16)
+    metadata = get_mla_metadata()[0]
+    sparse = [None] * 6
+    for _ in range(2):
+        found, lse = flash_mla_with_kvcache(
+            *case.values(), 64, metadata, None, 0.1, True, False, *sparse, out, batch_invariant
+        )
+        assert found.data_ptr() == out.data_ptr()
+        want, want_lse = expected(case, 64, True, 0.1)
+        assert compare(out, want).relative_frobenius < 1e-2
+        assert compare(lse, want_lse).max_abs < 1e-4
+        out.zero_()
+    with pytest.raises(InvalidArgumentError, match="enable_batch_invariant"):
+        flash_mla_with_kvcache(
+            *case.values(), 64, metadata, causal=True, enable_batch_invariant=not batch_invariant
+        )
+
+
 @pytest.mark.parametrize("as_module", [True, False])
 def test_standing_in_for_the_module(tmp_path, as_module):
     script = tmp_path / "engine.py"
@@ -150,6 +172,19 @@ def test_standing_in_for_the_module(tmp_path, as_module):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
     )  # fmt: skip
     assert done.stdout.split() == ["mla_var3.integrations.flash_mla", "['--flag']"]
+
+
+def test_a_file_of_its_name_stands_in_for_the_module(tmp_path):
+    """For workers, which import `flash_mla` in a process of their own."""
+    lines = "from mla_var3.integrations import flash_mla\n\nflash_mla.stand_in()\n"
+    (tmp_path / "flash_mla.py").write_text(lines)
+    assert lines in (ROOT / "docs" / "serving.md").read_text()
+    code = "import flash_mla.flash_mla_interface; print(flash_mla.get_mla_metadata.__module__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
+    )  # fmt: skip
+    assert done.stdout.split() == ["mla_var3.integrations.flash_mla"]
 
 
 def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -193,6 +228,11 @@ def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         ({"q": torch.zeros(1, 1, 2, 72)}, InvalidArgumentError, "q: expected dtype torch.bfloat16"),
         ({"head_dim_v": 73}, InvalidArgumentError, r"head_dim_v: expected .* k\+p=72, got 73"),
         ({"k_cache": pages(64, 1, 71)}, InvalidArgumentError, r"k_cache: expected \[.* k\+p=72\]"),
+        (
+            {"k_cache": pages(64, 2, 72), "out": torch.zeros(1, 1, 2, 64).bfloat16()},
+            InvalidArgumentError,
+            "out: expected None with h_k=2",
+        ),
         ({"k_cache": pages(32, 1, 72)}, InvalidArgumentError, "k_cache: .* multiple of 64, got 32"),
         ({"k_cache": pages(64, 3, 72)}, InvalidArgumentError, "k_cache: .* divides h=2, got 3"),
         ({"block_table": None}, InvalidArgumentError, "block_table: expected a tensor"),
