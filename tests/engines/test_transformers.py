@@ -54,6 +54,18 @@ def test_padding_is_refused(models) -> None:
         models[1](PROMPT, attention_mask=mask)
 
 
+@torch.no_grad()
+def test_packed_sequences_are_refused(models) -> None:
+    """Other attention functions get a mask for them, by the positions."""
+    own, ours = models
+    positions = torch.cat([torch.arange(20), torch.arange(17)])[None]
+    options = {"position_ids": positions, "use_cache": False}
+    packed, apart = own(PROMPT[:1], **options), own(PROMPT[:1, 20:], use_cache=False)
+    torch.testing.assert_close(packed.logits[:, 20:], apart.logits, atol=2e-4, rtol=2e-3)
+    with pytest.raises(UnsupportedError, match="^position_ids: expected"):
+        ours(PROMPT[:1], **options)
+
+
 def test_captured_latents_give_the_attention_of_the_layer(models, tmp_path) -> None:
     """What `examples/capture_latents.py` writes, against the layer's own attention weights."""
     own = models[0]

@@ -30,7 +30,9 @@ def use(model: Any, kernel: str = "auto") -> Any:
     """
     layers = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not layers:
-        raise UnsupportedError("model: expected layers with expand_kv (MLA), got none")
+        raise UnsupportedError(
+            "model: expected layers with expand_kv (MLA, transformers 5.15 or newer), got none"
+        )
     for part in ("indexer", "sinks"):
         if any(getattr(layer, part, None) is not None for layer in layers):
             raise UnsupportedError(f"model: expected dense attention, got layers with {part}")
@@ -80,10 +82,16 @@ def attend(
             raise UnsupportedError(f"{name}: expected none, which this adapter does not compute")
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError("attention_mask: expected no padding; batch prompts of one length")
-    b, h, _, width = query.shape
+    b, h, s, width = query.shape
     d = width - key.shape[-1]
     lengths = None
     if position_ids is not None:
+        last = position_ids[:, -1:]
+        behind = torch.arange(1 - s, 1, device=last.device)
+        if not bool(((position_ids == last + behind) & (last < key.shape[2])).all()):
+            raise UnsupportedError(
+                "position_ids: expected the newest tokens of one sequence per row, counted from 0"
+            )
         lengths = (position_ids[:, -1] + 1).to(torch.int32).expand(b).contiguous()
     weights = module.kv_b_proj.weight.view(h, -1, value.shape[-1])  # [h, d+v, k]
     output = mla_attention(

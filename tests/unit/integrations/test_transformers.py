@@ -21,3 +21,11 @@ def test_options_that_would_change_the_result_are_refused(name):
     q, key, value = torch.randn(1, 2, 3, 12), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 8)
     with pytest.raises(UnsupportedError, match=f"^{name}: expected none"):
         attend(SimpleNamespace(), q, key, value, None, scaling=1.0, **{name: 3})
+
+
+@pytest.mark.parametrize("positions", [[[0, 1, 0]], [[0, 1, 2], [1, 2, 3]]])
+def test_packed_sequences_and_shifted_positions_are_refused(positions):
+    b = len(positions)
+    q, key, value = torch.randn(b, 2, 3, 12), torch.randn(b, 1, 3, 4), torch.randn(b, 1, 3, 8)
+    with pytest.raises(UnsupportedError, match="^position_ids: expected the newest tokens of one"):
+        attend(SimpleNamespace(), q, key, value, None, 1.0, position_ids=torch.tensor(positions))
