@@ -138,15 +138,36 @@ def test_a_cache_in_8_bits_is_read_as_sglang_writes_it(k_scale) -> None:
     )
 
 
-def runner(**config):
+def runner(server_args=None, **config):
     pool = SimpleNamespace(req_to_token=torch.zeros((2, 256 + 4 + 8), dtype=torch.int32))
     return SimpleNamespace(
         model_config=SimpleNamespace(
             context_len=256, kv_lora_rank=512, hf_text_config=SimpleNamespace(**config)
         ),
         use_mla_backend=True, kv_cache_dtype=torch.bfloat16, page_size=64, token_to_kv_pool=None,
-        device="cpu", req_to_token_pool=pool,
+        device="cpu", req_to_token_pool=pool, server_args=server_args,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_inference(wanted, monkeypatch) -> None:
+    """A request's result does not depend on the rest of the batch."""
+    from mla_var3.integrations.sglang import backend
+
+    seen = []
+
+    def attend(q, *_, batch_invariant, **options):
+        seen.append(batch_invariant)
+        return q, None
+
+    monkeypatch.setattr(backend.paged, "paged_attention", attend)
+    monkeypatch.setattr(backend, "draft_tokens", lambda runner: 0)
+    made = backend.HyperMLABackend(runner(SimpleNamespace(enable_deterministic_inference=wanted)))
+    made._pages = lambda layer: None
+    made.forward_metadata = backend.Metadata(None, None, 1)
+    layer = SimpleNamespace(tp_q_head_num=2, head_dim=576, v_head_dim=512, scaling=0.1)
+    made.forward_decode(torch.zeros((3, 2 * 576)), None, None, layer, None)
+    assert seen == [wanted]
 
 
 def test_a_model_with_sparse_attention_is_refused() -> None:
@@ -208,6 +229,7 @@ def verifying_backend(drafts: int):
     tokens = torch.arange(4 * 256, dtype=torch.int32).view(4, 256)
     backend._first_tokens = tokens[:, ::64]
     backend._graph = backend._verify_mask = None
+    backend._batch_invariant = False
     return backend
 
 
@@ -246,11 +268,12 @@ def test_one_flag_sets_the_others(drafts) -> None:
         assert arguments.speculative_draft_attention_backend == "fa3"
 
 
-def test_server_arguments_take_the_name() -> None:
+@pytest.mark.parametrize("settings", [{}, {"enable_deterministic_inference": True}])
+def test_server_arguments_take_the_name(settings) -> None:
     """SGLang's own parser accepts the flag, and the hook completes what it parsed."""
     from sglang.srt.server_args import ServerArgs
 
-    arguments = ServerArgs(model_path="dummy", attention_backend="hyper_mla")
+    arguments = ServerArgs(model_path="dummy", attention_backend="hyper_mla", **settings)
     arguments.resolve_once()
     assert arguments.decode_attention_backend == "hyper_mla"
     assert arguments.page_size == 64
@@ -270,12 +293,8 @@ def test_other_backends_are_left_alone() -> None:
     [
         ({"prefill_attention_backend": "hyper_mla"}, "--prefill-attention-backend: hyper_mla"),
         (
-            {"attention_backend": "hyper_mla", "enable_deterministic_inference": True},
-            "--enable-deterministic-inference: not with hyper_mla",
-        ),
-        (
             {"attention_backend": "hyper_mla", "rl_on_policy_target": "fsdp"},
-            "--enable-deterministic-inference: not with hyper_mla",
+            "--rl-on-policy-target: the trainer does not run hyper_mla",
         ),
         ({"decode_attention_backend": "hyper_mla", "dcp_size": 2}, "--dcp-size: .* got 2"),
         (

@@ -33,6 +33,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = importlib.import_module("mla_var3.integrations.sglang.backend")
     found = object.__new__(made.HyperMLABackend)
     found.draft_tokens, found.page_size, found.device = S, 64, torch.device("cpu")
+    found._batch_invariant = False
     found._first_tokens = torch.zeros((8, 2), dtype=torch.int32)
     found._graph = None
     buffer = torch.zeros(4 * S * S, dtype=torch.bool)

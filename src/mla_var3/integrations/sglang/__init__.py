@@ -91,11 +91,8 @@ def _refuse_options(arguments: Any) -> None:
     def given(name: str) -> Any:
         return getattr(arguments, name, None)
 
-    if given("enable_deterministic_inference") or given("rl_on_policy_target"):
-        raise ValueError(
-            f"--enable-deterministic-inference: not with {NAME}, whose results may depend on the "
-            f"rest of the batch; use --attention-backend {PREFILL}"
-        )
+    if given("rl_on_policy_target"):
+        raise ValueError(f"--rl-on-policy-target: the trainer does not run {NAME}")
     if (given("dcp_size") or 1) > 1:
         raise ValueError(f"--dcp-size: {NAME} needs 1 in SGLang, got {given('dcp_size')}")
     if given("enable_two_batch_overlap") and (given("speculative_eagle_topk") or 1) > 1:

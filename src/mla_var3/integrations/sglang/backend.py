@@ -71,6 +71,8 @@ class HyperMLABackend(AttentionBackend):
         text = getattr(config, "hf_text_config", None)
         if getattr(text, "index_topk", None) is not None:
             raise ValueError(f"{NAME} serves dense attention, the model has sparse (index_topk)")
+        settings = getattr(runner, "server_args", None)
+        self._batch_invariant = bool(getattr(settings, "enable_deterministic_inference", False))
         self.page_size: int = runner.page_size
         self.k: int = config.kv_lora_rank
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -108,6 +110,7 @@ class HyperMLABackend(AttentionBackend):
                     p=runner.model_config.qk_rope_head_dim,
                     cache_dtype=E4M3 if self.data_type is E4M3 else None,
                     page_size=self.page_size, packed=False, tree=tree,
+                    batch_invariant=self._batch_invariant,
                 )  # fmt: skip
         _log_start(heads, torch.cuda.get_device_name(self.device), self.page_size)
 
@@ -266,6 +269,7 @@ class HyperMLABackend(AttentionBackend):
         output, _lse = paged.paged_attention(
             q, q_rope, self._pages(layer), meta.block_table, meta.lengths, scale=layer.scaling,
             max_q=meta.max_q, query_start_loc=meta.query_start_loc, tree_mask=meta.tree_mask,
+            batch_invariant=self._batch_invariant,
         )  # fmt: skip
         return output.reshape(-1, heads * layer.v_head_dim)
 
