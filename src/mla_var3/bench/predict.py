@@ -92,7 +92,9 @@ def _kernel_row(blank: BenchRow, choice: KernelChoice, spec: DeviceSpec) -> Benc
         if expected is None:
             raise UnsupportedError(f"{plan.name}: expected a kernel of the time model, got none")
         chosen = {"path": contenders.path_of(plan, stage), "choices": contenders.choices_of(plan)}
-        return _estimated(row, expected, stage.cost(), **chosen)
+        # An ideal time may be the base version's: then it is that work, or it would beat the peaks.
+        cost = stage.cost() if expected.fitted else expected.cost
+        return _estimated(row, expected, cost, **chosen)
     except Exception as error:
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
         log.debug("%s cannot be planned", kernel.full_name, exc_info=True)

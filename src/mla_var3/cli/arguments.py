@@ -123,6 +123,8 @@ CALL_SIZES = ("b", "s", "t", "h")
 """Sizes that differ from call to call; the others belong to the model."""
 MODEL_SIZES = ("h", "d", "p", "k", "v")
 """Sizes that a model and its tensor parallelism decide."""
+MOST_LENGTHS = 8
+"""Of more KV lengths the least and the largest are shown."""
 
 
 # --- the parser -----------------------------------------------------------------------------------
@@ -294,7 +296,12 @@ def read_problem(values: dict[str, Any]) -> None:
 def sizes_text(problem: Any, names: Iterable[str] = SIZES) -> str:
     """The sizes of a problem or call shape in one line; v only where it is not d."""
     shown = [*names, *(["v"] if problem.v != problem.d else [])]
-    return " ".join(f"{name}={getattr(problem, name)}" for name in shown)
+    texts = [f"{name}={getattr(problem, name)}" for name in shown]
+    if (lengths := getattr(problem, "lengths", None)) is not None:
+        few = len(lengths) <= MOST_LENGTHS
+        each = ",".join(map(str, lengths)) if few else f"{min(lengths)}..{max(lengths)}"
+        texts.append(f"lengths={each}")
+    return " ".join(texts)
 
 
 def width_notes(problem: Any) -> list[str]:

@@ -214,9 +214,10 @@ def print_result(result: ProfileResult) -> None:
     if reports:
         print_table("compile report", figures.COMPILE_HEADERS, figures.compile_rows(reports))
     title = f"{result.kernel}, {result.mode.value} mode"
-    device = result.record.get("device") or result.record.get("planned_for")
-    if device:
+    if device := result.record.get("device"):
         title += f", {device}"
+    elif device := result.record.get("planned_for"):
+        title += f", planned for {device}"
     print_table(title, figures.STAGE_HEADERS, figures.stage_rows(result))
     predicted = result.record.get("predicted_us")
     if predicted:

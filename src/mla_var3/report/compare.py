@@ -159,7 +159,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     """What a reader must know about runs that may be compared but were made differently."""
     found = []
     modes = {run.label: run.mode for run in runs}
-    if len(set(modes.values())) > 1:
+    if not set(modes.values()) <= {"static", "predicted"} and len(set(modes.values())) > 1:
         each = ", ".join(f"{label}: {mode}" for label, mode in modes.items())
         found.append(f"the modes differ ({each}); they time different things")
     if len({run.clocks for run in runs if run.clocks is not None}) > 1:

@@ -10,11 +10,15 @@ import pytest
 
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import suites
+from mla_var3.bench.predict import predict_case
 from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, load_record
+from mla_var3.bench.suites import Case, KernelChoice
 from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
-from mla_var3.runtime.paths import KernelId
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.paths import KernelId, discover_kernels
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 CUTILE = [
@@ -63,7 +67,6 @@ def test_a_sweep_without_a_gpu_makes_the_whole_report(tmp_path, capsys):
 @pytest.mark.usefixtures("no_plots")
 def test_the_prediction_is_that_of_the_cost_model(tmp_path):
     from mla_var3.op.mla.model.designs import design_estimates
-    from mla_var3.op.mla.problem import MlaProblem
 
     assert main(["bench", "all", "--for_device=B200", f"--out_dir={tmp_path}"]) == 0
     spec = device_spec("B200")
@@ -73,6 +76,16 @@ def test_the_prediction_is_that_of_the_cost_model(tmp_path):
             assert row.time_us == pytest.approx(model[row.kernel].kernel_us, rel=0.05)
             assert row.call_us == pytest.approx(row.time_us + model[row.kernel].around_us)
             assert row.device == spec.name and row.timer == "ideal, vendor peaks"
+
+
+@pytest.mark.parametrize(("device", "s"), [("NVIDIA B200", 64), ("NVIDIA H100 80GB HBM3", 1)])
+def test_ideal_rows_stay_below_the_peaks(device, s):
+    spec, problem = device_spec(device), MlaProblem(b=32, s=s, t=4096, h=128)
+    choices = tuple(KernelChoice(kernel) for kernel in discover_kernels())
+    rows = predict_case(Case(problem, choices), spec, {"device": device})
+    for row in (row for row in rows if row.time_us is not None):
+        ideal_us = Cost(row.flops, row.bytes).time_us(*spec.peak_rates(problem.dtype))
+        assert ideal_us <= row.time_us * (1 + 1e-9), row.label
 
 
 @pytest.mark.usefixtures("no_plots")

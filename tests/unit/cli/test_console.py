@@ -83,5 +83,5 @@ def test_times_at_the_vendors_peaks_are_called_ideal(capsys):
         ProfileResult("f", NsightProfType.STATIC, figures, [figures], None, record=record)
     )
     out = capsys.readouterr().out
-    assert "f, static mode, NVIDIA H200" in out and " ideal " in out
+    assert "f, static mode, planned for NVIDIA H200" in out and " ideal " in out
     assert "not measured, at the vendor's peaks: NVIDIA H200 5.00 µs" in out

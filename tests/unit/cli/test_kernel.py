@@ -122,6 +122,23 @@ def test_the_cpu_runs_the_full_problem_only_when_asked(machine):
     assert machine.profiled[2][2].targets == ("sm_100",) and len(machine.checked) == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "gpu", "words"),
+    [
+        (["--retune", "--bench_runs=3"], False, "static mode on the CPU: --bench_runs, --retune"),
+        (["--target=sm_90", "--refine"], True, "in static mode: --refine"),
+        (["--prof_type=disabled", "--out_dir=x", "--tune_seconds=1"], True, "mode: --out_dir"),
+        (["--prof_type=event", "--out_dir=x", "--label=y", "--retune"], True, "mode: --label"),
+        (["--prof_type=event", "--label=y", "--retune", "--bench_runs=3"], True, ""),
+    ],
+)
+def test_options_without_effect_are_named(argv, gpu, words, machine, capsys):
+    machine.gpu = gpu
+    assert kernel.run_plan(FakePlan(), argv) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "without effect" in line]
+    assert [line.endswith(words) for line in notes] == ([True] if words else [])
+
+
 def test_on_a_gpu(machine, capsys):
     machine.gpu = True
     argv = ["--b=5000", "--prof_type=event", "--check", "--no_autotune", "--Bm=32"]

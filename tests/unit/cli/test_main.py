@@ -164,7 +164,10 @@ def test_predict(capsys):
     out = capsys.readouterr().out
     for words in ("flash_mla:cute-dsl *", "n=0", "Predictions, not measurements", "power limit"):
         assert words in out
-    assert "B200" not in out
+    assert "B200" not in out and "hyper-mla choose counts" not in out
+    assert main(["predict", "--for_device=B200", "--b=2", "--lengths=9,4096"]) == 0
+    out = capsys.readouterr().out
+    assert "lengths=9,4096" in out and "hyper-mla choose counts" in out
     assert main(["predict", "--b=4", "--t=100", "--lengths=mixed", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert len(entries) >= 5

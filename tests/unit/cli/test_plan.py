@@ -53,8 +53,18 @@ def test_the_table_says_that_it_predicts_and_from_what(capsys, no_plots):
 def test_without_a_fit_it_says_so(capsys, no_plots):
     assert main(["plan", "--for_device=B200", "--s=32", "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
-    assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no kernel was timed" in out
+    assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no mix was timed" in out
     assert "chosen" not in out and "8-bit latent cache" not in out
+
+
+def test_the_sizes_name_the_lengths_and_what_was_not_timed_the_dtype(capsys, no_plots):
+    assert main([*H200, "--b=3", "--t=500", "--lengths=500,3,50", "--budget=2GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "h=128 lengths=500,3,50, window" in out
+    assert "0.00 J" not in out  # small energies keep their digits
+    assert main([*H200, "--lengths=mixed", "--dtype=float16", "--budget=2GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "lengths=1..4096" in out and "no mix was timed on NVIDIA H200 in float16" in out
 
 
 def test_files_go_to_the_default_folder(tmp_path, monkeypatch):

@@ -149,6 +149,8 @@ def test_remarks():
     text = " ".join(compare([run(), locked]).remarks)
     assert "the modes differ (mla_var6_plus: event, mla_var6_plus_v2: nsys)" in text
     assert "only mla_var6_plus_v2 ran with locked clocks" in text
+    predictions = [run(mode="static"), run("flash_mla", mode="predicted")]
+    assert "modes differ" not in " ".join(compare(predictions).remarks)
     text = " ".join(compare([run(), run("flash_mla", None)]).remarks)
     assert "no measured time in flash_mla" in text and "predict shows call times" in text
 

@@ -32,6 +32,9 @@ from mla_var3.runtime.workflow import (
 CPU_CHECK_FLOPS = 3e9
 """Largest problem that the default check hands to the interpreter: some ten seconds of work."""
 
+_TIMING = ("bench_runs", "retune", "tune_max_iters", "tune_seconds", "refine")
+_ARTIFACTS = ("bench_runs", "out_dir", "label")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m mla_var3.kernel <kernel> [<version>] [options]`; returns the exit code."""
@@ -198,6 +201,16 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     )
 
 
+def without_effect(request: Request, route: Route) -> list[str]:
+    """The options that were given but mean nothing to the mode: it times or writes nothing."""
+    names = _ARTIFACTS if route.mode is NsightProfType.DISABLED else ()
+    if route.on_cpu or route.mode is NsightProfType.STATIC:
+        names += _TIMING
+    if "out_dir" in request.given:
+        names += ("label",)
+    return [f"--{name}" for name in dict.fromkeys(names) if name in request.given]
+
+
 def runs_on_cpu(plan: KernelPlan) -> bool:
     """Whether the language of every kernel of a plan has an interpreter for the CPU."""
     return all(kernel.runs_on_cpu for kernel in empty_stage(plan).kernels())
@@ -230,6 +243,9 @@ def execute(request: Request) -> int:
     route = choose_route(request, cuda_available())
     if route.message:
         console.say(route.message, "bold")
+    if unused := without_effect(request, route):
+        where = " on the CPU" if route.on_cpu else ""
+        console.note(f"without effect in {route.mode.value} mode{where}: {', '.join(unused)}")
     console.show_log()
     plan, run = request.plan, request.run
     static = route.mode is NsightProfType.STATIC

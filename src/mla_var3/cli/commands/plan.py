@@ -44,7 +44,14 @@ from mla_var3.op.mla.model.window_plan import (
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
 from mla_var3.op.mla.problem import DTYPES, SIZE_NAMES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
-from mla_var3.runtime.markdown import byte_count, front_matter, microseconds, table, write_json
+from mla_var3.runtime.markdown import (
+    byte_count,
+    front_matter,
+    microseconds,
+    number,
+    table,
+    write_json,
+)
 from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
 from mla_var3.runtime.workflow import planning_device
 
@@ -226,8 +233,9 @@ def summary(plan: WindowPlan) -> str:
     time_us, kind = microseconds(chosen.advised_us), _kind(plan)
     if not plan.fitted:
         return (
-            f"no advice: no kernel was timed on {plan.model.parameters.device}; of the ideal times "
-            f"n={chosen.n} has the least, {time_us} per layer"
+            f"no advice: no mix was timed on {plan.model.parameters.device} in "
+            f"{plan.problem.dtype}; of the ideal times n={chosen.n} has the least, {time_us} per "
+            "layer"
         )
     if chosen.n == 0:
         text = f"keep nothing decompressed: {time_us} {kind} call time per layer"
@@ -350,7 +358,7 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
             microseconds(point.estimate.call_us),
             microseconds(point.estimate.steady_call_us),
             _WAITS[point.bound],
-            None if point.joules is None else f"{point.joules:.2f} J",
+            None if point.joules is None else f"{number(point.joules)} J",
             _remark(plan, point),
         )
         for point in plan.curve

@@ -62,6 +62,8 @@ def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
         say(text)
     say("call time: kernel time and projections; steady: call time at the power limit")
     say("decompressed tokens are in the cache; * least steady (else burst) call time")
+    if not all(entry.fitted for entry in sweeps):
+        say(f"{IDEAL}: with every SM busy; hyper-mla choose counts those that cuTile leaves idle")
     for entry in sweeps:
         sources = {found.basis: None for (found,) in entry.predictions.values()}
         say(f"{entry.device}: {'; '.join(sources)}")
