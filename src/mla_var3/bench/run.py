@@ -35,7 +35,7 @@ from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.markdown import write_json
-from mla_var3.runtime.paths import make_folder, write_atomic
+from mla_var3.runtime.paths import make_folder, output_folder, write_atomic
 from mla_var3.runtime.workflow import cuda_available, planning_device
 
 MEASURE, PREDICT, AUTO = "measure", "predict", "auto"
@@ -225,13 +225,13 @@ def run_bench(options: BenchOptions) -> BenchResult:
         cases, missing = build_cases(options)
         cases = chosen_shapes(cases, options.shapes)
         measures = options.measures
-        make_folder(folder)
-        record = BenchRecord(options.suite, environment(), absent=dict(missing))
-        if measures:
-            record.settings = {"grid": "quick"} if options.quick else {}
-            measure(record, cases, options, folder / f"{name}.json")
-        else:
-            _predict(record, cases, options)
+        with output_folder(folder):
+            record = BenchRecord(options.suite, environment(), absent=dict(missing))
+            if measures:
+                record.settings = {"grid": "quick"} if options.quick else {}
+                measure(record, cases, options, folder / f"{name}.json")
+            else:
+                _predict(record, cases, options)
     regression = None
     if earlier is not None:
         regression = compare_records(record, earlier, across_versions=options.across_versions)

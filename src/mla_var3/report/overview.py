@@ -33,7 +33,7 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
-from mla_var3.runtime.paths import TARGETS, make_folder, write_atomic
+from mla_var3.runtime.paths import TARGETS, output_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
 from mla_var3.runtime.workflow import Progress, RunOptions, no_progress, pick_device, prepare
@@ -167,16 +167,16 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
     folder = options.out_dir or paths.output_root() / "overview" / paths.timestamp()
     sizes: dict[str, Any] = {**SIZES, **options.sizes}
     MlaProblem(**sizes)  # bad sizes are the caller's mistake, not a failed step
-    make_folder(folder)
-    job = _Job(options, sizes, environment(), OverviewResult(folder, folder / "report.md"))
-    if where == "cuda":
-        job.do("choose", "The choice of mla_attention", _choose)
-        job.do("measure", "Measured", _measure)
-    else:
-        job.do("check", f"{KERNEL} on the CPU interpreter", _cpu_check)
-        job.do("compile", f"{KERNEL} compiled", _compile)
-        job.do("predict", "Predicted times, not measured", _predict)
-    _write(job)
+    with output_folder(folder):
+        job = _Job(options, sizes, environment(), OverviewResult(folder, folder / "report.md"))
+        if where == "cuda":
+            job.do("choose", "The choice of mla_attention", _choose)
+            job.do("measure", "Measured", _measure)
+        else:
+            job.do("check", f"{KERNEL} on the CPU interpreter", _cpu_check)
+            job.do("compile", f"{KERNEL} compiled", _compile)
+            job.do("predict", "Predicted times, not measured", _predict)
+        _write(job)
     return job.result
 
 

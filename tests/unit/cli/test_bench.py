@@ -125,6 +125,15 @@ def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(tmp_p
     assert load_record(tmp_path / "var6_plus.json").rows
 
 
+def test_an_interrupted_prediction_leaves_no_empty_folder(tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "_predict", interrupt)
+    assert main(["bench", "all", f"--out_dir={tmp_path / 'new' / 'folder'}"]) == 130
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.usefixtures("no_plots")
 def test_against_an_earlier_record(tmp_path, capsys):
     argv = ["bench", "all", "--t=1024"]

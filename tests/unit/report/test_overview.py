@@ -109,6 +109,16 @@ def test_the_report_without_a_gpu(runtime):
     assert static[2]["b"] == 32 and static[3].targets == TARGETS
 
 
+def test_an_interrupted_job_leaves_no_empty_folder(runtime, tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(overview, "_cpu_check", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_overview(OverviewOptions(out_dir=tmp_path / "new"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_sizes_write_nothing(runtime):
     with pytest.raises(InvalidArgumentError, match="b: expected a positive integer"):
         run_overview(OverviewOptions(device="cpu", sizes={"b": 0}))
