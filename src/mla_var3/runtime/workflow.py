@@ -72,10 +72,13 @@ class RunOptions:
             raise InvalidArgumentError("device", "auto, cuda or cpu", repr(self.device))
         for name in ("tune_max_iters", "bench_runs"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidArgumentError(name, "a number of at least 1", value)
-        if self.tune_seconds is not None and not self.tune_seconds >= 0:
-            raise InvalidArgumentError("tune_seconds", "a number of at least 0", self.tune_seconds)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise InvalidArgumentError(name, "a number of at least 1", repr(value))
+        seconds = self.tune_seconds
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
+            raise InvalidArgumentError("tune_seconds", "a number of at least 0", repr(seconds))
+        if isinstance(self.targets, str):
+            raise InvalidArgumentError("targets", "a sequence of GPU codes", repr(self.targets))
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from mla_var3.conf.devices import DeviceSpec, load_devices
+from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.markdown import microseconds, number, table
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
@@ -43,6 +44,9 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     of_kernel: dict[str, list[CompileReport]] = defaultdict(list)
     sections: list[str] = []
     targets = plan_targets(plan) if run.targets is None else run.targets
+    for code in targets:
+        if code not in plan_targets(plan):
+            raise UnknownNameError("target", code, plan_targets(plan))
     total = len(targets)
     for done, code in enumerate(targets):
         target = Target.of_code(code, here)

@@ -1,6 +1,7 @@
 """Profiling modes: finding them, refusing what is not there, and the mode that does nothing."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,21 @@ def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
 def test_an_option_that_no_run_has_is_named():
     with pytest.raises(UnknownNameError, match="unknown option 'bench_run'; did you mean 'bench_r"):
         DoublingPlan().benchmark_kernel("cpu", "disabled", bench_run=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("bench_runs", "3", "bench_runs: expected a number of at least 1, got '3'"),
+        ("tune_seconds", "x", "tune_seconds: expected a number of at least 0, got 'x'"),
+        ("targets", "sm_90", "targets: expected a sequence of GPU codes, got 'sm_90'"),
+        ("targets", ("sm_1",), "unknown target 'sm_1'"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused_by_name(option, value, message, tmp_path):
+    with pytest.raises((InvalidArgumentError, UnknownNameError), match=re.escape(message)):
+        DoublingPlan().benchmark_kernel("cpu", "static", tmp_path / "new", **{option: value})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("plan", [None, "flash_mla", DoublingPlan])
