@@ -203,7 +203,7 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
 
 def without_effect(request: Request, route: Route) -> list[str]:
     """The options that were given but mean nothing to the mode: it times or writes nothing."""
-    names = _ARTIFACTS if route.mode is NsightProfType.DISABLED else ()
+    names: tuple[str, ...] = _ARTIFACTS if route.mode is NsightProfType.DISABLED else ()
     if route.on_cpu or route.mode is NsightProfType.STATIC:
         names += _TIMING
     if "out_dir" in request.given:
