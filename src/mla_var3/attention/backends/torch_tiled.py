@@ -109,9 +109,6 @@ def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     first = task.cu_seqlens_q[:-1].long()
     places = (first[:, None] + torch.arange(s, device=first.device)).clamp(0, total - 1)
     padded = replace(task, q=task.q[places], q_rope=task.q_rope[places], out=None)
-    tree = task.tree
-    if tree is not None and tree.shape[1] != s:
-        padded = replace(padded, tree=tree[:, :s, :s])
     attended, attended_lse = _attention(padded)
     offsets = rows.offsets.clamp(0, s - 1)
     valid = rows.valid & (rows.offsets < s)
