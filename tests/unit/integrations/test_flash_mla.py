@@ -214,6 +214,15 @@ def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             "descale_q: expected a tensor of one element, got float",
         ),
         (
+            {
+                "is_fp8_kvcache": True,
+                "k_cache": pages(64, 1, 72, dtype=torch.uint8),
+                "descale_q": torch.ones(1),
+            },
+            InvalidArgumentError,
+            "descale_q: expected None beside queries in torch.bfloat16, got a scale",
+        ),
+        (
             {"is_fp8_kvcache": True, "k_cache": pages(64, 2, 84, dtype=torch.uint8)},
             InvalidArgumentError,
             r"k_cache: expected h_k of 1 \(fp8_per_token\), got 2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mla_var3.attention import explain
 from mla_var3.attention.merge import merge_partials
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.integrations import paged
@@ -188,6 +189,9 @@ def test_the_latent_width_of_pages():
         paged.Pages.of(torch.zeros(2, 64, 576), -1)
     with pytest.raises(InvalidArgumentError, match="k: expected a positive integer, got 'k'"):
         paged.Pages.of(torch.zeros(2, 64, 576), "k")  # type: ignore[arg-type]
+    for shape in ((2, 64, 500), (64, 576)):
+        with pytest.raises(InvalidArgumentError, match=r"cache: expected \[blocks, page, 512\+p\]"):
+            paged.Pages.of(torch.zeros(shape))
     with pytest.raises(InvalidArgumentError, match="cache: expected a tensor, got list"):
         paged.Pages.of([1])  # type: ignore[arg-type]
 
@@ -199,8 +203,12 @@ def test_the_scale_of_pages_is_a_tensor():
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("packed", "tree"), [(True, False), (False, True)])
-def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tree, cache_dtype):
+@pytest.mark.parametrize(
+    ("packed", "tree", "shards"), [(True, False, 1), (True, False, 2), (False, True, 1)]
+)
+def test_warm_up_calls_with_every_count_that_may_differ(
+    monkeypatch, packed, tree, shards, cache_dtype
+):
     """Below 64 query rows the kernel has programs for several row counts."""
     seen = []
     real = paged.paged_attention
@@ -209,13 +217,14 @@ def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tre
         by_head = operands[0].stride(0) < operands[0].stride(1)
         seen.append((options["max_q"], by_head, options["query_start_loc"] is None))
         assert (options["tree_mask"] is not None) == tree
+        assert options["shards"] == shards
         assert (operands[2].scales is not None) == (cache_dtype is not None)
         return real(*operands, **options)
 
     monkeypatch.setattr(paged, "paged_attention", record)
     paged.warm_up(
         16, 9, device="cpu", dtype=torch.bfloat16, cache_dtype=cache_dtype, packed=packed,
-        tree=tree,
+        tree=tree, shards=shards,
     )  # fmt: skip
     assert seen == [(s, by_head, not packed) for s in range(1, 6) for by_head in (False, True)]
 
@@ -242,6 +251,11 @@ def test_crossover_of_known_and_unknown_devices():
     paged.latent_crossover.cache_clear()
     assert 128 < paged.latent_crossover(128, "NVIDIA H200") <= paged.MOST_LATENT_QUERIES
     assert paged.latent_crossover(128, "no such GPU") == paged.DEFAULT_CROSSOVER
+    most = paged.latent_crossover(128, "NVIDIA H200")
+    for s, winner in ((most, "flash_mla"), (most + 1, "flash_attention")):
+        found = explain(b=8, s=s, t=4096, h=128, page_size=64, device_name="NVIDIA H200")
+        times = {c.kernel: c.predicted_us or 0.0 for c in found.candidates if "cute" in c.language}
+        assert min(("flash_mla", "flash_attention"), key=times.__getitem__) == winner
     # With a faster latent kernel the decompressed one wins later.
     assert paged.latent_crossover(128, "NVIDIA H200") < paged.latent_crossover(
         128, "NVIDIA H200", "fp8"

@@ -185,6 +185,8 @@ def test_the_host_checks_what_it_can_read(generator):
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             prefix_layout(GROUPS, operand, batch.cache, **options)
+    with pytest.raises(InvalidArgumentError, match="prefix_length: expected at least one group"):
+        PrefixGroups(of, GROUPS.prefix_length[:, :0])
     layout = prefix_layout(GROUPS, q[0], batch.cache, causal=False)
     with pytest.raises(InvalidArgumentError, match="a layout of 7 queries with causal=True, got"):
         attended(batch, q, layout)
@@ -199,6 +201,20 @@ def test_the_host_checks_what_it_can_read(generator):
         mla_var3.mla_latent_attention(*q, odd, prefix=GROUPS)
     with pytest.raises(UnsupportedError, match="requests that share no first tokens"):
         mla_var3.mla_latent_attention(*q, dense.cache, kernel=KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"sliding_window": 5}, "a sliding window"),
+        ({"batch_invariant": True}, "a result that does not depend on the batch"),
+        ({"total_lengths": LENGTHS}, "a cache that holds a part of each request"),
+    ],
+)
+def test_what_the_passes_do_not_do(options, refusal, generator):
+    batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
+    with pytest.raises(UnsupportedError, match=f"it does not support {refusal}"):
+        attended(batch, queries(generator, len(LENGTHS), 1), **options)
 
 
 def test_other_kernels_may_ignore_groups(generator):

@@ -1,6 +1,7 @@
 """Several groups with decompressed prefixes in one batch, on the CPU with PyTorch as the kernel."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,21 @@ def test_each_group_is_a_call_of_its_own(paged, inner, generator):
     out = torch.full((len(LENGTHS), 2, H, D), torch.nan)
     call(batch, generator, prefixes, model, kernel=KERNEL, out=out)
     assert inner.seen == [(3, 128), (2, 192), (2, 0)] and not out.isnan().any()
+    call(batch, generator, replace(prefixes, copies=prefixes.copies[1:]), model, kernel=KERNEL)
+    assert inner.seen[3:] == [(3, 0), (2, 192), (2, 0)]
+
+
+def test_a_prefix_that_is_all_of_its_requests(inner, generator):
+    model = make_model(generator, H, D, K)
+    batch = make_batch(generator, [128, 128], [[A], [A]], paged=True)
+    groups, weights = PrefixGroups(torch.zeros(1, 2).int(), torch.tensor([[128]])), vars(model)
+    prefixes = decompress_prefixes(groups, batch.cache, **weights)
+    q = [normal(generator, 2, 2, H, w, dtype=torch.float32) for w in (D, P)]
+    found = mla_var3.mla_attention(
+        *q, batch.cache, **weights, prefix=prefixes, kernel=KERNEL, return_lse=True
+    )
+    require_oracle(*found, q, batch.tokens, model)
+    assert inner.seen == [(2, 128)]
 
 
 def test_the_copies_are_what_is_read(inner, generator):

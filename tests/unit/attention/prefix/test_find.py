@@ -100,6 +100,12 @@ def test_a_system_prompt_and_two_documents(kind):
     assert find_shared_prefixes(table[::2], [300, 302, 100]).ordered
 
 
+def test_groups_are_numbered_by_their_first_request():
+    """Not by their pages, so that neighbours are in order."""
+    found = find_shared_prefixes([[9], [9], [1], [1]], [65] * 4)
+    assert found.prefix_of.tolist() == [[0, 0, 1, 1]] and found.ordered
+
+
 def test_a_bound_keeps_the_shape_and_what_saves_most():
     table = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [5, 6, 8], [5, 6, 9]]
     found = find_shared_prefixes(table, [192] * 5, groups=1)
@@ -135,13 +141,24 @@ def most_by_trees(rows: Rows, at: int, start: int, levels: int) -> int:
     return saved
 
 
+TRUNK = [0, 1, 2, 3, 4, 5]
+NESTED = [
+    TRUNK[:1], TRUNK[:3], TRUNK, [*TRUNK, 20, 21, 22, 23], [*TRUNK, 24], [*TRUNK, 6, 25],
+    [*TRUNK, 6, 7, 8, 9], [*TRUNK, *range(6, 14)], [0, 26],
+]  # fmt: skip
+"""Savings at the last level change twice with the pages before them; random forks rarely do."""
+
+
 def test_no_grouping_of_forks_saves_more():
     chance = random.Random(6)
+    tables = [NESTED]
     for _ in range(300):
         table: list[list[int]] = []
         for fork in range(chance.randrange(1, 30)):
             row = list(chance.choice(table)) if table else []
             table.append([*row[: chance.randrange(len(row) + 1)], fork, *range(50, 50 + fork % 4)])
+        tables.append(table)
+    for table in tables:
         counts = [len(row) for row in table]
         padded = [row + [0] * (max(counts) - len(row)) for row in table]
         for levels in (1, 2):
@@ -176,5 +193,12 @@ def test_bad_tables():
         find_shared_prefixes([[1, 2]], [-5])
     with pytest.raises(InvalidArgumentError, match="lengths: expected b=2 numbers, got 1"):
         find_shared_prefixes([[1], [2]], [3])
+    for name, value, least in (
+        ("page_size", 0, "a pos"),
+        ("groups", 0, "a pos"),
+        ("queries", -1, "an"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected {least}.*, got {value}"):
+            find_shared_prefixes([[1]], [3], **{name: value})
     with pytest.raises(InvalidArgumentError, match="levels: expected an integer from 1 to 2"):
         find_shared_prefixes([[1]], [3], levels=3)

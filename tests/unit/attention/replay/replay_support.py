@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +85,14 @@ class MemoryLaunch:
 
     def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[Any, Any]:
         self.bindings.append(dict(fixed))
-        return (lambda pointers: self.launch(dict(zip(names, pointers, strict=True)), fixed)), None
+        owner: set[object] = set()
+        owned = weakref.ref(owner)
+
+        def launch(pointers: Sequence[int]) -> bool:
+            assert owned() is not None, "what a launch needs is kept with it"
+            return self.launch(dict(zip(names, pointers, strict=True)), fixed)
+
+        return launch, owner
 
     def launch(self, given: Mapping[str, int], fixed: Mapping[str, int]) -> bool:
         pointers = {**fixed, **given}
