@@ -161,7 +161,10 @@ def test_where_torch_serves(generator, monkeypatch, caplog):
     assert append_rows.serves(512, 64, 65535) and not append_rows.serves(512, 64, 65536)
     assert reserve_pages.serves(1024, 2048) and not reserve_pages.serves(1025, 1)
     assert not reserve_pages.serves(1024, 2**20)
-    assert not make_cache().index.kernels.pages  # on the CPU
+    kernels = make_cache("fp8").index.kernels
+    assert not kernels.pages  # on the CPU
+    kernels.serve(float8=False, fp8=True)
+    assert kernels.pages and not kernels.rows  # on a device without float8
 
     rows = torch.randn(B, 2, K + P, generator=generator).bfloat16()
     new = rows[..., :K], rows[..., K:]

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -25,6 +26,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
+from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
@@ -108,9 +110,34 @@ def test_the_contract_names_the_arguments_in_order():
         assert all(named[name] is value for name, value in group._asdict().items())
     assert (named["requests"], named["queries"], named["heads"]) == (3, 2, 64)
     assert (named["total_rows"], named["page_tokens"], named["q_rope_stride"]) == (384, 256, 64)
+    assert (named["max_tokens"], named["block_table_stride"]) == (4 * 256, 4)
+    assert (named["latent_page_stride"].value, named["latent_stride"]) == (256 * 512, 512)
+    assert (named["rope_page_stride"].value, named["rope_stride"]) == (256 * 64, 64)
+    dense = dict(zip(LATENT_FIELDS, arguments_of(), strict=True))
+    assert (dense["max_tokens"], dense["block_table_stride"]) == (256, 0)
     assert len(set(WHOLE_FIELDS)) == len(WHOLE_FIELDS)
     *groups, rest = groups_of([*arguments, "stream"], LatentOperands, Partials, LatentSizes)
     assert groups[:2] == [operands, partials] and rest == ["stream"]
+
+
+def test_what_programs_are_compiled_for():
+    """A batch-invariant one does not depend on the rows; none of two at a time has clusters."""
+    operands, options = call(2, 1, 16)
+    invariant = replace(options, batch_invariant=True)
+    few = latent_program(operands, options)
+    assert few.tiling.few == few.constants["few"] > 0
+    assert not {"clusters", "overlap"} & set(few.constants)
+    whole = latent_program(operands, invariant)
+    assert whole.tiling.few == whole.constants["few"] == 0
+    assert whole.constants["clusters"] is False
+    first = latent_program(operands, replace(options, overlap="first")).constants
+    assert (first["overlap"], first["clusters"]) == ("first", False)
+    for fmt, per_token in (("fp8_per_token", True), ("fp8", False)):
+        operands = operands._replace(**fp8_parts(fmt, "meta", 2, 256))
+        made = latent_program(operands, options)
+        assert made.constants["per_token"] is per_token
+        assert made.tiling.few == made.constants["columns"] < ROWS
+        assert latent_program(operands, invariant).constants["columns"] == ROWS
 
 
 def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
@@ -196,6 +223,9 @@ def test_a_tree_that_is_copied_is_not_repeated(calls):
     tree = torch.empty((2, 4, 4), dtype=torch.bool, device="meta")
     for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
         assert (flash_mla.attend(*call(2, 4, 16, tree=given)) is not None) is repeats
+    for _, arguments in calls:
+        named = dict(zip(LATENT_FIELDS, arguments, strict=True))
+        assert named["tree"].is_contiguous() and named["tree_row_stride"] == 4
 
 
 def ptx_of(compiled: Compiled, variant: str) -> str:

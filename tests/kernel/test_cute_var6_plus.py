@@ -72,6 +72,8 @@ def test_old_ids_still_work_and_say_what_they_are_now(old, new, caplog):
 def test_a_call_may_name_a_backend_by_its_old_id():
     [backend] = registry.named("mla_var6_plus_v3:cute-dsl", registry.backends())
     assert (backend.kernel, backend.language) == ("mla_var6_plus_v6", "cute-dsl")
+    [backend] = registry.named("mla_var6_plus_v3", registry.backends())  # no old id in cuTile
+    assert (backend.kernel, backend.language) == ("mla_var6_plus_v3", "cutile-dsl")
 
 
 def test_a_number_means_one_idea_in_every_language():
