@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from mla_var3.attention import execute
 from mla_var3.attention.backends import latent, registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.backends.plan_operands import CUTILE_SERVICES
@@ -109,6 +111,20 @@ def test_two_threads_find_a_kernel_with_its_projections(monkeypatch):
     assert ("whole", True) in seen
 
 
+def test_a_card_that_is_not_in_the_table_gets_the_torch_path(monkeypatch, caplog):
+    """Unless the call names a kernel."""
+
+    def unknown(device_type: str) -> None:
+        raise UnknownNameError("device", "GTX 1", ())
+
+    monkeypatch.setattr(execute, "spec_for", unknown)
+    shape, device = CallShape(3, 1, 77, 5), torch.device("cuda")
+    assert isinstance(execute.backend_for(shape, "auto", device), TorchTiled)
+    assert "until then calls on this GPU use torch_tiled" in caplog.text
+    with pytest.raises(UnknownNameError, match="unknown device 'GTX 1'"):
+        execute.backend_for(shape, "flash_mla", device)
+
+
 MILLION = 2**20
 LARGE = {"b": 1, "s": 4, "t": 4096, "h": 128}
 
@@ -159,7 +175,7 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
         q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
         q, cache = q.bfloat16(), cache.bfloat16()
         bounds = torch.tensor([0, 2, 3], dtype=torch.int32)
-        for max_q, window in ((2, 5), (100, 100), (2**31 - 1, 2**31 - 1)):
+        for max_q, window in ((2, 5), (100, 100), (2**31 - 1, 2**31 - 1), (None, None)):
             mla_latent_attention(
                 q, q, (cache, cache), cu_seqlens_q=bounds, max_q=max_q, sliding_window=window,
                 kernel="noted",
@@ -167,7 +183,21 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
     finally:
         registry.unregister("noted", "torch")
     found = [(one.max_q, one.sliding_window) for one in noted]
-    assert found == [(2, 5), (100, 100), (3, 2**30 - 1)]
+    assert found == [(2, 5), (100, 100), (3, 2**30 - 1), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"sliding_window": 5}, "a sliding window"),
+        ({"partial": True, "tree": True}, "a tree of tokens in a cache that holds a part"),
+        ({"cache_dtype": "fp8"}, "an 8-bit cache (fp8); it reads 16-bit ones"),
+        ({"partial": True, "ragged": True, "batch_invariant": True}, "None"),
+    ],
+)
+def test_what_a_latent_kernel_may_refuse(options, refusal):
+    kernel = LatentBackend("noted", "torch", lambda *_: None)
+    assert refusal in str(kernel.unsupported(CallShape(**LARGE, **options)))
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(32767, True), (32768, False)])
@@ -183,3 +213,6 @@ def test_packed_queries_are_counted_as_they_are(tokens, fits):
         cu_seqlens_q=bounds, max_q=tokens,
     )  # fmt: skip
     assert task.shape().rows_in_32_bits is fits
+    assert replace(task, max_q=None).shape().s == 128  # the mean, rounded up
+    weights = {"w_uk": torch.empty(128, 128, 512), "w_uv": torch.empty(128, 512, 128)}
+    assert replace(task, q=q[..., :128], **weights).shape().rows_in_32_bits is fits

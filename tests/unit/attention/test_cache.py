@@ -84,6 +84,27 @@ def test_a_budget_is_used_and_kept(page_size, window):
         step = 64 * 2 if page_size is None else page_size
         assert used <= budget
         assert used + step * (K + P) * 4 + 4 > budget
+        if page_size is None:
+            more, fewer = (make_cache(2, t, window=window, budget_bytes=budget) for t in (8192, 20))
+            assert more.sizes() == cache.sizes() and fewer.view().capacity == 20
+
+
+@pytest.mark.parametrize(("prefix", "slots"), [(0, 64), (130, 192)])
+def test_the_budget_that_an_error_asks_for_is_enough(prefix, slots):
+    """For 64 slots per request, or as many as a shared prefix takes."""
+    with pytest.raises(InvalidArgumentError, match="at least") as caught:
+        make_cache(2, None, prefix=prefix, budget_bytes=100)
+    least = int(str(caught.value).split()[4])
+    cache = make_cache(2, None, prefix=prefix, budget_bytes=least)
+    assert cache.view().capacity == slots and cache.sizes().total_bytes == least
+
+
+def test_slots_are_rounded_up_where_their_layout_needs_it():
+    for slots, options in (
+        (101, {}), (101, {"dtype": "fp8"}), (104, {"dtype": "fp8_per_token"}),
+        (128, {"page_size": 64}),
+    ):  # fmt: skip
+        assert make_cache(1, 101, **options).view().capacity == slots
 
 
 def test_a_budget_buys_no_pages_that_no_request_can_hold():
@@ -103,6 +124,9 @@ def test_a_budget_buys_no_pages_that_no_request_can_hold():
         ({"b": 0}, "b: expected a positive integer, got 0"),
         ({"t": None}, "t: expected slots per request"),
         ({"t": 0}, "t: expected a positive integer, got 0"),
+        ({"k": 0}, "k: expected a positive integer, got 0"),
+        ({"value_dim": 0}, "value_dim: expected a positive integer, got 0"),
+        ({"p": -1}, "p: expected an integer >= 0, got -1"),
         ({"page_size": 63}, "page_size: expected a multiple of 64, got 63"),
         ({"num_pages": 3}, "num_pages: expected none without page_size, got 3"),
         (
@@ -299,6 +323,10 @@ def test_a_prefix_is_shared_and_stays(generator):
         cache = make_cache(2, 200, page_size=page_size, prefix=64, window=4)
         latent, rope = rows(64)
         weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}
+        with pytest.raises(InvalidArgumentError, match=r"latent: expected \[prefix=64, k=3\], got"):
+            cache.set_prefix(latent[0, 1:], rope[0, 1:], **weights)
+        with pytest.raises(InvalidArgumentError, match=r"w_uv: expected \[h=2, k=3, v=4\], got"):
+            cache.set_prefix(latent[0], rope[0], W_UK, W_UK)
         with pytest.raises(InvalidArgumentError, match="prefix: expected set_prefix before"):
             cache.append(*rows(1, 1), **weights)
         cache.evict([0])

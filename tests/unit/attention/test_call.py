@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import mla_var3
 from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.view import paged_view
+from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.request.masks import tree_ancestors
 
 from .attention_support import (
@@ -67,7 +68,8 @@ def test_options_crossed(data):
     q_rope = normal(generator, sum(counts), h, P * (1 + strided), dtype=dtype)
     if strided:
         q_nope, q_rope = q_nope[..., ::2], q_rope[..., ::2]
-    bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    index = draw(st.sampled_from([torch.int32, torch.int64]))
+    bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=index)
     options: dict[str, object] = {"cu_seqlens_q": bounds}
     queries = q_nope, q_rope
     if ragged:
@@ -123,6 +125,26 @@ def test_the_output_alone_and_into_a_given_tensor(generator):
         found = mla_attention(*queries, cache, model.w_uk, model.w_uv, out=out, **options)
         assert found is out and int(apart.isnan().all(-1).sum()) == 4
         torch.testing.assert_close(out.reshape(alone.shape), alone)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"causal": False}])
+def test_caches_that_hold_every_third_token_merge_to_the_whole(options, generator):
+    model, lengths = make_model(generator), [20, 4]
+    q = [normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P)]
+    tokens = normal(generator, 2, 20, 8 + P, dtype=torch.float32)
+    tokens[1, 4:] = torch.nan
+    if "sliding_window" in options:
+        tokens[0, :13] = torch.nan  # the first of three queries sees 13 to 17
+    partials = [
+        mla_attention(
+            *q, tokens[:, shard::3].split([8, P], -1), model.w_uk, model.w_uv, return_lse=True,
+            lengths=[len(range(shard, length, 3)) for length in lengths],
+            total_lengths=lengths, shards=3, shard=shard, **options,
+        )
+        for shard in range(3)
+    ]  # fmt: skip
+    held = [rows[:length] for rows, length in zip(tokens, lengths, strict=True)]
+    require_oracle(*merge_partials(partials), q, held, model, **options)
 
 
 def test_latent_attention(generator):

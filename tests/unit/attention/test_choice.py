@@ -157,6 +157,36 @@ def test_on_the_cpu_the_torch_path_runs_and_is_named(generator):
     assert latent.shape.latent_only
 
 
+ODD = torch.zeros(2, 8, 5)[:, :6]
+"""Rows that are no multiple of 16 bytes apart, in requests that are."""
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"causal": False}, {"causal": False}),
+        ({"scale": 0.5}, {"scale": 0.5}),
+        ({"max_kv": 3, "lengths": [3, 2]}, {"t": 3}),
+        ({"tree_mask": torch.ones(2, 2, dtype=torch.bool)}, {"tree": True}),
+        ({"total_lengths": [9, 9]}, {"partial": True}),
+        ({"batch_invariant": True}, {"batch_invariant": True}),
+        ({"sliding_window": 3}, {"sliding_window": 3}),
+        ({"cache": (torch.zeros(2, 6, 8), ODD[..., 1:])}, {"aligned": False}),
+        ({"cache": (torch.zeros(2, 6, 10)[..., 2:], torch.zeros(2, 6, 4))}, {"aligned": False}),
+    ],
+)
+def test_the_shape_of_a_call(options, changes):
+    given = {
+        "q_nope": torch.zeros(2, 2, 2, 6), "q_rope": torch.zeros(2, 2, 2, 4),
+        "cache": (torch.zeros(2, 6, 8), torch.zeros(2, 6, 4)),
+        "w_uk": torch.zeros(2, 6, 8), "w_uv": torch.zeros(2, 8, 5), **options,
+    }  # fmt: skip
+    operands = [given.pop(name) for name in ("q_nope", "q_rope", "cache", "w_uk", "w_uv")]
+    shape = CallShape(2, 2, 6, 2, 6, 4, 8, 5, dtype="float32", scale=10**-0.5)
+    assert mla_var3.explain(*operands, **given).shape == replace(shape, **changes)
+
+
 # --- measured times -------------------------------------------------------------------------------
 
 
@@ -187,6 +217,7 @@ def test_tuning_does_not_make_the_choice_worse():
     assert (after.kernel, after.language) == ("flash_mla", "cute-dsl")
     found = {(c.kernel, c.language): c for c in after.candidates}["flash_mla", "cutile-dsl"]
     assert found.measured is not None and "autotuned here" in found.measured.source
+    assert found.measured.kernel_us == pytest.approx(1180.0)
     assert found.measured_us is not None and found.measured_us > 1180.0  # with the projections
 
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention import CacheView, LatentCache, explain, paged_view
+from mla_var3.attention import (
+    CacheView,
+    LatentCache,
+    PrefixGroups,
+    decompress_prefixes,
+    explain,
+    paged_view,
+)
 from mla_var3.attention.backends import torch_tiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.select.choice import Explanation
@@ -105,6 +112,8 @@ def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, mode
         )
         expected = oracle(q_nope[request], q_rope[request], held[:, :K], held[:, K:], model)
         assert_close(output[request], expected[0], lse[request], expected[1])
+    alone = mla_var3.mla_attention(*operands, return_lse=True, batch_invariant=True)
+    torch.testing.assert_close(alone, (output, lse), rtol=1e-2, atol=1e-2)
     found = explain(*operands)
     assert found.kernel == "torch_tiled" and found.shape.cache_dtype == name
 
@@ -251,7 +260,7 @@ def test_each_format_has_an_estimate_of_its_own():
     assert ideal[1] == pytest.approx(ideal[0] / 2)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", FP8_FORMATS)
+@FORMAT
 @pytest.mark.parametrize("page_size", [None, 64])
 def test_a_shared_prefix(name, page_size, model, generator):
     """Its passes carry the scales; dense requests with scales per token cannot be read as pages."""
@@ -272,6 +281,22 @@ def test_a_shared_prefix(name, page_size, model, generator):
         *q, view, model.w_uk, model.w_uv, kernel="torch_tiled", return_lse=True
     )
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@FORMAT
+def test_decompressed_prefixes_have_the_dtype_of_the_weights(name, model, generator):
+    cache, _ = filled_cache(
+        generator, [70, 64], model, p=P, t=128, dtype=torch.bfloat16, cache_dtype=name,
+        page_size=64,
+    )  # fmt: skip
+    groups = PrefixGroups(torch.zeros(1, 2).int(), torch.tensor([[64]]))
+    [copy] = decompress_prefixes(groups, cache, model.w_uk, model.w_uv).copies
+    latent, rope = contents(cache)[0][:64].split([K, P], -1)
+    keys = torch.einsum("mk,hdk->hmd", latent, model.w_uk.double())
+    values = torch.einsum("mk,hkd->hmd", latent, model.w_uv.double())
+    for part, wanted in ((copy.keys, keys), (copy.values, values), (copy.rope, rope)):
+        assert part.dtype is torch.bfloat16
+        torch.testing.assert_close(part.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_scales_that_the_copy_engine_cannot_read(generator):

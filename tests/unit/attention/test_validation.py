@@ -10,6 +10,8 @@ import torch
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.execute import execute
+from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 
 B, S, H, D, P, K, T = 2, 3, 2, 6, 4, 8, 70
@@ -72,6 +74,11 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             r"cache.k_new: expected \[b=2, h=2, n, d=6\], got \[2, 1, 4, 6\]",
         ),
         (changed(lengths=[1]), r"lengths: expected \[b=2\], got \[1\]"),
+        (changed(lengths="ab"), "lengths: expected integers, as a tensor or a sequence, got 'ab'"),
+        (
+            changed(lengths=torch.empty(B, dtype=torch.int32, device="meta")),
+            "lengths: expected a tensor on cpu, got one on meta",
+        ),
         (changed(lengths=torch.ones(B)), "lengths: expected dtype torch.int32 or torch.int64"),
         (changed(causal=1), "causal: expected True or False, got 1"),
         (changed(scale=0), "scale: expected a positive finite number or None, got 0"),
@@ -95,6 +102,10 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(tree_mask=torch.ones(4, 4).bool()), r"tree_mask: expected \[s=3, s=3\], got \[4"),
         (changed(tree_mask=torch.zeros(S)), "tree_mask: expected dtype torch.bool or"),
         (changed(tree_mask=torch.ones(S, S)), "tree_mask: expected dtype torch.bool or"),
+        (
+            changed(tree_mask=torch.ones(S, S).bool(), total_lengths=[9, 9], shards=2),
+            "tree_mask: expected none with shards, got a tree",
+        ),
         (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),
     ],
 )
@@ -150,6 +161,9 @@ def int32(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+RING = {"k_new": torch.zeros(B, H, 64, D), "v_new": torch.zeros(B, H, 64, D)}
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
@@ -160,6 +174,12 @@ def int32(*values: Any) -> torch.Tensor:
             {},
             r"cache.c_kv: expected .* k=8\], got \[4, 64, 9\]",
         ),
+        (
+            {**RING, "window_start": int32(5, 0)},
+            {},
+            r"window_start\[0\]: expected a position among the newest n=64 of 70, got 5",
+        ),
+        ({"lengths": int32(129, 0)}, {"max_kv": 1000}, r"lengths\[0\]: .* t=128, got 129"),
         ({}, {"max_kv": 64}, r"lengths\[0\]: expected a number from 0 to max_kv=64, got 70"),
         ({"block_table": int32([3, 4], [0, 0])}, {}, r"block_table\[0, 1\]: .* from 0 to 3, got 4"),
         (
@@ -203,3 +223,14 @@ def test_debug_mode_wants_a_token_per_query(monkeypatch):
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
     with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]: expected at least the s=3"):
         mla_var3.mla_attention(**given)
+
+
+def test_debug_mode_checks_what_a_traced_program_brings(monkeypatch):
+    """Its operator runs on operands whose values were not known when the program was made."""
+    view = CacheView(torch.zeros(1, 4, K), torch.zeros(1, 4, P), int32(9))
+    q, q_rope = torch.zeros(1, 1, H, K), torch.zeros(1, 1, H, P)
+    task = AttentionTask(q, q_rope, view, None, None, causal=True, scale=1.0)
+    execute(task, "auto")
+    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
+    with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]: expected .* to t=4, got 9"):
+        execute(task, "auto")

@@ -150,6 +150,8 @@ def test_parts_of_a_buffer_that_was_written_byte_by_byte(fmt, dtype, generator):
 def test_wrong_buffers(fmt, shape, k, message):
     with pytest.raises(InvalidArgumentError, match=message):
         fmt.parts(torch.zeros(shape, dtype=torch.uint8), k, P)
+    with pytest.raises(InvalidArgumentError, match="p: expected rows of a multiple of 4 bytes"):
+        DS_MLA.require_widths(K, P - 1)
     with pytest.raises(InvalidArgumentError, match="uint8, int8 or float8_e4m3fn"):
         PER_TENSOR.parts(torch.zeros(1, 4, 576), K, P)
 
