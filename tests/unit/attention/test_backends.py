@@ -186,6 +186,14 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
     assert found == [(2, 5), (100, 100), (3, 2**30 - 1), (3, None)]
 
 
+def test_rows_of_one_head_stay_where_they_are():
+    """The stride of a dimension of size 1 may be anything; kernels step by it."""
+    q = torch.arange(3 * 2 * 4 * 64.0).view(3, 2, 4, 64)[:, :, 1:2]
+    taken = latent.boxed_rows(q)
+    assert taken.data_ptr() == q.data_ptr() and torch.equal(taken, q)
+    assert taken.stride() == (512, 256, 256, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import mla_var3
@@ -80,7 +80,8 @@ def test_options_crossed(data):
         queries = q_nope.view(b, s, h, -1), q_rope.view(b, s, h, -1)
     output, lse = mla_attention(
         *queries, cache, model.w_uk, model.w_uv, causal=masking != "full", scale=scale,
-        tree_mask=tree_mask, return_lse=True, sliding_window=sliding_window, **options,
+        tree_mask=tree_mask, return_lse=True, sliding_window=sliding_window,
+        batch_invariant=draw(st.booleans()), **options,
     )  # fmt: skip
     expected = [
         oracle(
@@ -245,6 +246,7 @@ def test_huge_scores_do_not_overflow(dtype, generator):
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.randoms())
+@example(list(range(17)), None)  # a chain
 @settings(max_examples=40, deadline=None)
 def test_tree_ancestors_by_walking(draws, _):
     parents = [draw % (token + 1) - 1 for token, draw in enumerate(draws)]

@@ -11,6 +11,7 @@ import mla_var3
 from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.call import execute
 from mla_var3.attention.prefix import layout as layouts
 from mla_var3.attention.prefix.attend import PrefixBackend, layout_of, own_pass, shared_pass
 from mla_var3.attention.prefix.groups import PrefixGroups
@@ -257,6 +258,16 @@ def test_forked_requests_are_found_and_shared(generator):
     tokens = [torch.cat([first[0], new[r]]) for r in range(3)] + [torch.cat([first[3, :7], new[3]])]
     batch, q = Batch(cache.view(), tokens), queries(generator, 4, 2)
     batch.require(*q, *attended(batch, q, groups))
+
+
+def test_a_traced_program_takes_no_groups(generator, monkeypatch):
+    """Its operators have no argument for them."""
+    batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
+    q = queries(generator, len(LENGTHS), 1)
+    monkeypatch.setattr("mla_var3.attention.call._is_compiling", lambda: True)
+    task = AttentionTask(*q, batch.cache, None, None, True, 0.1, prefix=GROUPS)
+    with pytest.raises(UnsupportedError, match="prefix: expected none in a traced program"):
+        execute(task, "auto")
 
 
 def test_what_the_passes_read(generator):

@@ -18,6 +18,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import PER_TENSOR, cache_format, quantise
 from tests.kernel.prefix_on_cpu import CpuKernels
 from tests.unit.attention.attention_support import (
+    filled_cache,
     make_model,
     normal,
     random_parents,
@@ -138,6 +139,21 @@ def test_whole_calls(kept, latent, kernels, generator, monkeypatch):
         )
         require_oracle(*found, q, batch.tokens, model)
         assert (latent.calls, latent.repeats) == (3, 3 * turn)
+
+
+def test_the_prefix_of_a_cache(latent, kernels, generator):
+    """Its groups are those of the call shape, which the launch keeps."""
+    model = make_model(generator, H, D, K, DTYPE)
+    for turn in range(2):
+        cache, tokens = filled_cache(
+            generator, [200, 130, 128], model, p=P, t=256, dtype=DTYPE, page_size=64, prefix=128
+        )
+        q = queries(generator, 3, 2, width=D)
+        found = mla_var3.mla_attention(
+            *q, cache, model.w_uk, model.w_uv, kernel=KERNEL, return_lse=True
+        )
+        require_oracle(*found, q, tokens, model)
+        assert (latent.calls, latent.repeats) == (2, 2 * turn)
 
 
 @pytest.mark.parametrize("name", FP8_FORMATS)

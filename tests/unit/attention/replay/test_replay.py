@@ -146,6 +146,21 @@ def test_what_is_copied_goes_the_full_path(change, kernel, generator):
     assert (kernel.calls, kernel.repeats) == (2, 0)
 
 
+@pytest.mark.parametrize("change", ["out", "q_nope"])
+def test_a_whole_call_with_strides_goes_the_full_path(change, kernel, generator):
+    cache = cache_of(generator)
+    for _ in range(2):
+        q, options = list(queries(generator, D)), {}
+        if change == "out":
+            options["out"] = torch.empty(B, S, D, H, dtype=DTYPE).transpose(2, 3)
+        else:
+            q[0] = q[0].transpose(1, 2).contiguous().transpose(1, 2)
+        operands = (*q, cache, MODEL.w_uk, MODEL.w_uv)
+        found = mla_attention(*operands, kernel=KERNEL, return_lse=True, **options)
+        same(found, mla_attention(*operands, kernel="torch_tiled", return_lse=True))
+    assert (kernel.calls, kernel.repeats) == (2, 0)
+
+
 def test_a_launch_that_is_not_ready(kernel, generator):
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
