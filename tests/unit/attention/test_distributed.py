@@ -157,6 +157,11 @@ def test_merge_of_parts_without_keys():
     assert torch.equal(lse, torch.tensor([0.5, -torch.inf]))
 
 
+def test_parts_in_16_bits_are_merged_in_32():
+    parts = [(torch.full((2, 3), x).bfloat16(), torch.zeros(2)) for x in (1.0, 1.0078125)]
+    torch.testing.assert_close(merge_partials(parts)[0], torch.full((2, 3), 1.00390625))
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

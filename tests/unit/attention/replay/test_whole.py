@@ -131,7 +131,8 @@ def test_threads_have_memory_of_their_own(whole, kernel, generator):
     assert len(there) == len(given) and here not in there
 
 
-def test_parts_of_the_workspace_do_not_overlap(whole, kernel, generator):
+def test_parts_of_the_workspace_do_not_overlap(whole, kernel, generator, monkeypatch):
+    monkeypatch.setattr(workspace, "SMALLEST_BYTES", 1)
     operands = (*queries(generator, D), cache_of(generator), *WEIGHTS)
     mla_attention(*operands, kernel=KERNEL)
     replay = replay_of(operands)
