@@ -167,6 +167,7 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
 
     def attend(operands: Any, options: LatentOptions) -> None:
         noted.append(options)
+        assert operands.cu_seqlens_q.dtype is torch.int32
 
     registry.register(
         LatentBackend("noted", "torch", attend, runs_on_cpu=True, sliding_window=True)
@@ -174,7 +175,7 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
     try:
         q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
         q, cache = q.bfloat16(), cache.bfloat16()
-        bounds = torch.tensor([0, 2, 3], dtype=torch.int32)
+        bounds = torch.tensor([0, 2, 3])
         for max_q, window in ((2, 5), (100, 100), (2**31 - 1, 2**31 - 1), (None, None)):
             mla_latent_attention(
                 q, q, (cache, cache), cu_seqlens_q=bounds, max_q=max_q, sliding_window=window,
