@@ -80,9 +80,7 @@ def test_a_decode_step_with_and_without_rope(backend, generator, p, apart):
         block_table=table, lengths=torch.tensor([64, 7], dtype=torch.int32), max_q=1,
         query_start_loc=None, tree_mask=None,
     )  # fmt: skip
-    layer = SimpleNamespace(
-        tp_q_head_num=h, head_dim=k + p, v_head_dim=k, scaling=0.5, layer_id=0, k_scale=None
-    )
+    layer = SimpleNamespace(tp_q_head_num=h, head_dim=k + p, v_head_dim=k, scaling=0.5, layer_id=0)
     if apart:
         parts = q[..., :k].flatten(1), None, None, layer, None, False, q[..., k:]
     else:
@@ -103,7 +101,7 @@ def test_the_views_of_an_8_bit_cache_are_kept(backend):
     backend.token_to_kv_pool = SimpleNamespace(
         get_key_buffer=lambda layer: pool.view(torch.float8_e4m3fn)
     )
-    layer = SimpleNamespace(layer_id=0, k_scale=None)
+    layer = SimpleNamespace(layer_id=0)
     known = backend._pages(layer)
     assert backend._pages(layer) is known
     pool = torch.zeros_like(pool)
