@@ -54,6 +54,14 @@ def test_a_scale_is_positive_and_finite(scale):
     refused(message, lambda: CallShape(1, 1, 8, 1, scale=scale))
 
 
+@pytest.mark.parametrize("wrong", NO_TEXT[1:])
+def test_a_cache_format_is_named_by_text(wrong):
+    message = "unknown cache format "
+    refused(message, lambda: mla_var3.explain(b=1, s=1, t=8, h=1, cache_dtype=wrong))
+    pages, zeros = torch.zeros(1, 64, 576, dtype=torch.uint8), torch.zeros(1, 1).int()
+    refused(message, lambda: paged_view(pages, zeros, zeros[0], format=wrong))
+
+
 @pytest.mark.parametrize("size", ["b", "s", "t", "h", "d", "p", "k", "page_size"])
 def test_sizes_have_an_end(size):
     sizes: dict[str, Any] = {"b": 1, "s": 1, "t": 8, "h": 1, size: 2**40}

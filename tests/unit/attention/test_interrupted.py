@@ -97,6 +97,27 @@ def test_a_failed_append_takes_nothing(page_size, window, forks, generator):
     assert failures > 5
 
 
+def test_an_append_interrupted_before_pages_are_copied_keeps_their_tokens(generator, monkeypatch):
+    model = make_model(generator)
+    k = model.sizes[2]
+    cache, tokens = filled_cache(generator, LENGTHS, model, t=192, page_size=64)
+    cache.fork(0, into=[2])
+    tokens[2] = tokens[0]
+    real, calls = cache.index._copy_pages, []
+
+    def copy_pages(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(cache.index, "_copy_pages", copy_pages)
+    rows = normal(generator, 3, 1, k + P, dtype=torch.float32)
+    with pytest.raises(KeyboardInterrupt):
+        append(cache, rows[..., :k], rows[..., k:], None, model)
+    require_contents(cache, tokens, model)
+
+
 def append(
     cache: LatentCache,
     latent: torch.Tensor,

@@ -63,19 +63,22 @@ class CacheIndex:
                 self._copy_pages(self.pages, taken, sources)
             self._write(tokens, taken, latent, rope)
         except BaseException:  # for want of memory, or interrupted
-            self.take_back(taken)
+            self.take_back(taken, sources)
             raise
         return taken
 
-    def take_back(self, taken: torch.Tensor) -> None:
+    def take_back(self, taken: torch.Tensor, sources: torch.Tensor | None = None) -> None:
         """Drop the tokens of an `append` that failed; a captured one has not happened.
 
         Args:
             taken: int32 `[b]`, what it took.
+            sources: pages that it may not have copied, as in `Reserved.sources`.
         """
         if capturing(self.lengths):
             return
         try:
+            if self.pages is not None and sources is not None:
+                self._copy_pages(self.pages, taken, sources)  # the older tokens on them stay
             self.drop(taken)
         except Exception:  # the first error is the one to raise
             log.warning("the tokens of a failed append stay counted", exc_info=True)

@@ -62,10 +62,29 @@ def decompress_prefixes(
         leader = max(range(first, last), key=held.__getitem__)
         if last - first < 2 or not 0 < length <= min(held[leader], view.capacity):
             continue
+        _require_same_pages(view, group, range(first, last), leader, length)
         latent, rope = (rows[0] for rows in view.request(leader).tile(0, length, w_uk.dtype))
         keys, values = (rows.transpose(0, 1) for rows in decompress_rows(latent, w_uk, w_uv))
         copies.append(PrefixCopy(first, last, keys.contiguous(), values.contiguous(), rope.clone()))
     return DecompressedPrefixes(groups, tuple(copies))
+
+
+def _require_same_pages(
+    view: CacheView, group: int, members: range, leader: int, length: int
+) -> None:
+    """Require that the members of a group hold its first tokens where their leader does."""
+    if view.block_table is None:
+        return
+    at = torch.arange(0, length, view.latent.shape[1], device=view.lengths.device)
+    table, own = view.block_table[:, : len(at)], slice(members.start, members.stop)
+    held = at < view.lengths[own, None]
+    wrong = (held & (table[own] != table[leader])).any(1).nonzero()
+    if len(wrong):
+        raise InvalidArgumentError(
+            f"prefix_of[0, {members[int(wrong[0])]}]",
+            f"a group that shares {length} tokens, the same pages, with the request",
+            group,
+        )
 
 
 def _spans(groups: PrefixGroups) -> dict[int, tuple[int, int]]:

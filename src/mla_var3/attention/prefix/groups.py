@@ -15,6 +15,7 @@ import torch
 
 from mla_var3.attention.request.checks import INDEX_DTYPES, Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import require_int
 
 LEVELS = 2
 """Most levels of prefixes: what the merge kernel takes."""
@@ -61,7 +62,7 @@ class PrefixGroups:
     own: int | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes and dtypes."""
+        """Check shapes and dtypes, and the numbers and flag of the host."""
         shape: Shape = [("levels", None), ("b", None)]
         of = require_tensor("prefix_of", self.prefix_of, shape, INDEX_DTYPES, None)
         if len(of) > LEVELS:
@@ -70,6 +71,11 @@ class PrefixGroups:
         require_tensor("prefix_length", self.prefix_length, shape, INDEX_DTYPES, of.device)
         if len(of) and not self.groups:
             raise InvalidArgumentError("prefix_length", "at least one group", 0)
+        for name, least in (("tokens", 0), ("own", 0), ("most", 1)):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), minimum=least)
+        if not isinstance(self.ordered, bool):
+            raise InvalidArgumentError("ordered", "True or False", repr(self.ordered))
 
     @property
     def levels(self) -> int:

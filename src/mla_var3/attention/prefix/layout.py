@@ -21,7 +21,12 @@ from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.groups import LEVELS, DecompressedPrefixes, PrefixGroups
-from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
+from mla_var3.attention.request.checks import (
+    INDEX_DTYPES,
+    readable,
+    require_bounds,
+    require_tensor,
+)
 from mla_var3.errors import InvalidArgumentError
 
 CHUNK_ROWS = 4096
@@ -335,7 +340,9 @@ def _require_queries(
         raise InvalidArgumentError("q", expected, list(q.shape))
     if packed:
         bounds = [("b+1", b + 1)]
-        require_tensor("cu_seqlens_q", cu_seqlens_q, bounds, INDEX_DTYPES, view.lengths.device)
+        device = view.lengths.device
+        given = require_tensor("cu_seqlens_q", cu_seqlens_q, bounds, INDEX_DTYPES, device)
+        require_bounds("cu_seqlens_q", given, q.shape[0])
     if not isinstance(causal, bool):
         raise InvalidArgumentError("causal", "True or False", repr(causal))
 

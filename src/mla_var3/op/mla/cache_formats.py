@@ -176,8 +176,8 @@ def cache_format(name: str, hint: str = "") -> CacheFormat:
     """
     try:
         return FORMATS[name]
-    except KeyError:
-        raise UnknownNameError("cache format", name, FORMATS, hint) from None
+    except (KeyError, TypeError):
+        raise UnknownNameError("cache format", str(name), FORMATS, hint) from None
 
 
 def format_of(cache: QuantisedCache) -> CacheFormat:

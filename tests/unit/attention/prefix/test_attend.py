@@ -176,12 +176,17 @@ def test_the_host_checks_what_it_can_read(generator):
         attended(batch, q, [0, 0])
     with pytest.raises(InvalidArgumentError, match="prefix_of: expected at most 2 levels, got 3"):
         PrefixGroups(of.expand(3, -1), GROUPS.prefix_length.expand(3, -1))
+    for name, wrong in (("tokens", -1), ("own", 2.0), ("most", 0), ("ordered", 1)):
+        changed: dict[str, Any] = {name: wrong}
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected"):
+            replace(GROUPS, **changed)
     for operand, options, message in (
         (None, {}, r"q: expected a tensor \[b=7, s, h, ...\], got NoneType"),
         (q[0][:6], {}, r"q: expected \[b=7, s, h, ...\], got \[6, 1, "),
         (q[0][0, 0], {}, r"q: expected \[b=7, s, h, ...\], got \["),
         (q[0], {"causal": 1}, "causal: expected True or False, got 1"),
         (q[0][:, 0], {"cu_seqlens_q": [0]}, r"cu_seqlens_q: expected a tensor \[b\+1=8\], got li"),
+        (q[0][:, 0], {"cu_seqlens_q": torch.arange(2, 10)}, "cu_seqlens_q: expected ascending bou"),
         (q[0][0, 0, 0], {"cu_seqlens_q": of[0]}, r"q: expected \[total_q, h, ...\], got \["),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
