@@ -139,6 +139,10 @@ def kv_parallel_attention(
     for name in ("lengths", "out", "shards", "shard"):
         if name in options:
             raise InvalidArgumentError(name, "none where ranks have ranges of tokens", "one")
+    _, world = _place(group)
+    if share.world != world:
+        expected = f"one of {world} ranks, as the group has"
+        raise InvalidArgumentError("share", expected, f"one of {share.world}")
     result = mla_attention(
         q_nope,
         q_rope,

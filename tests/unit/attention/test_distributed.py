@@ -79,6 +79,11 @@ def shared_tokens(rank: int, world: int) -> None:
                 x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
                 total_lengths=x["lengths"], share=share, **{name: value},
             )  # fmt: skip
+    with pytest.raises(InvalidArgumentError, match="share: expected one of 4 ranks, .* got one of"):
+        kv_parallel_attention(
+            x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
+            total_lengths=x["lengths"], share=KvShare(0, 2, share.size),
+        )  # fmt: skip
 
 
 def in_a_subgroup(rank: int, world: int) -> None:

@@ -333,6 +333,8 @@ def _require_queries(
 ) -> None:
     """Require queries of the cache's requests; only their shape counts."""
     b, packed = view.requests, cu_seqlens_q is not None
+    if not b:
+        raise InvalidArgumentError("cache", "at least one request", "none")
     expected = "[total_q, h, ...]" if packed else f"[b={b}, s, h, ...]"
     if not isinstance(q, torch.Tensor):
         raise InvalidArgumentError("q", f"a tensor {expected}", type(q).__name__)

@@ -193,6 +193,9 @@ def test_the_host_checks_what_it_can_read(generator):
             prefix_layout(GROUPS, operand, batch.cache, **options)
     with pytest.raises(InvalidArgumentError, match="prefix_length: expected at least one group"):
         PrefixGroups(of, GROUPS.prefix_length[:, :0])
+    none = replace(GROUPS, prefix_of=of[:, :0])
+    with pytest.raises(InvalidArgumentError, match="cache: expected at least one request, got n"):
+        prefix_layout(none, q[0][:0], batch.cache.span(0, 0))
     layout = prefix_layout(GROUPS, q[0], batch.cache, causal=False)
     with pytest.raises(InvalidArgumentError, match="a layout of 7 queries with causal=True, got"):
         attended(batch, q, layout)
