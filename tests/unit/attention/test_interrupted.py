@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mla_var3.attention import mla_attention
+from mla_var3.attention.cache import latent_cache
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.runtime import ct_kernel
 
@@ -116,6 +117,24 @@ def test_an_append_interrupted_before_pages_are_copied_keeps_their_tokens(genera
     with pytest.raises(KeyboardInterrupt):
         append(cache, rows[..., :k], rows[..., k:], None, model)
     require_contents(cache, tokens, model)
+
+
+def test_a_prefix_that_is_not_decompressed_changes_nothing(generator, monkeypatch):
+    model = make_model(generator)
+    h, d, k = model.sizes
+    cache = LatentCache.allocate(
+        2, 192, k=k, p=P, dtype=torch.float32, page_size=64, prefix=64, heads=h, head_dim=d
+    )
+    old, new = (normal(generator, 64, k + P, dtype=torch.float32) for _ in range(2))
+    cache.set_prefix(old[:, :k], old[:, k:], model.w_uk, model.w_uv)
+
+    def decompress(*rows: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for the keys")
+
+    monkeypatch.setattr(latent_cache, "decompress_rows", decompress)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.set_prefix(new[:, :k], new[:, k:], model.w_uk, model.w_uv)
+    assert torch.equal(cache.buffer[0], old)
 
 
 def append(

@@ -216,12 +216,12 @@ class LatentCache:
             raise InvalidArgumentError("prefix", "a cache allocated with prefix > 0", 0)
         self._require_rows(latent, rope, [("prefix", self.prefix.length)])
         self._require_weights(w_uk, w_uv)
+        self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)  # first: it needs memory
         slots = torch.arange(self.prefix.length, device=latent.device)
         every = torch.ones_like(slots, dtype=torch.bool)
         # Pages are shared; in a dense cache every request has the prefix in slots of its own.
         for request in range(self._shape.b if self.pages is None else 1):
             self.storage.put(request * self._shape.t + slots, latent, rope, every)
-        self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)
         self._prefix_filled = True
         if self.window is not None:
             self.window.start.fill_(self.prefix.length)

@@ -133,7 +133,7 @@ def test_what_cannot_be_decompressed(generator):
     with pytest.raises(InvalidArgumentError, match="groups: expected one level of prefixes"):
         decompress_prefixes(two, batch.cache, *weights)
     others = PrefixGroups(torch.tensor([[0, 0, 0, 1, 1, 1, 2]]), GROUPS.prefix_length)
-    message = r"prefix_of\[0, 5\]: expected a group that shares 192 tokens, the same pages, .* got 1"
+    message = r"prefix_of\[0, 5\]: expected a group that shares 192 tokens, .* got 1"
     with pytest.raises(InvalidArgumentError, match=message):
         decompress_prefixes(others, batch.cache, *weights)
     longer = PrefixGroups(GROUPS.prefix_of, GROUPS.prefix_length + 640)
