@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,7 +133,7 @@ def fitting(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
 def test_serves_deepseek_on_hopper(backend, fitting, kv_cache_dtype) -> None:
     assert backend.validate_configuration(**fitting | {"kv_cache_dtype": kv_cache_dtype}) == []
     assert backend.get_preferred_block_size(16) == 64
@@ -144,6 +145,10 @@ def test_serves_deepseek_on_hopper(backend, fitting, kv_cache_dtype) -> None:
         ({"device_capability": (10, 0)}, "runs on Hopper .*, this GPU is sm_100"),
         ({"kv_cache_dtype": "fp8", "head_size": 320}, "rows of 576 columns"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "--kv-cache-dtype auto, or fp8"),
+        ({"kv_cache_dtype": "nvfp4"}, "does not read nvfp4: --kv-cache-dtype auto, or fp8"),
+        ({"kv_cache_dtype": "float16"}, "a cache of the model's dtype: --kv-cache-dtype auto"),
+        ({"use_mla": False, "head_size": 128}, '"attention_backend" in --speculative-config'),
+        ({"use_non_causal": True}, '"attention_backend" in --speculative-config'),
         ({"use_sparse": True}, "attention is sparse"),
         ({"head_size": 640}, "cache rows of 576, 512, 320, 288 columns, this model has 640"),
         ({"block_size": 16}, "--block-size 64 or a multiple, got 16"),
@@ -178,12 +183,13 @@ def settings(drafts: int = 0, dcp: int = 1, method: str = "mtp", **draft):
         setattr(model, name, value)
     speculative = SimpleNamespace(
         num_speculative_tokens=drafts, parallel_drafting=False, attention_backend=None,
-        draft_model_config=model, method=method,
+        draft_model_config=model, method=method, kv_cache_dtype=draft.get("cache"),
     )  # fmt: skip
     return SimpleNamespace(
         speculative_config=speculative if drafts else None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum["HYPER_MLA"]),
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
         use_v2_model_runner=True,
     )
 
@@ -234,8 +240,7 @@ def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interl
     impl = object.__new__(backend.get_impl_cls())
     impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
     impl.dcp_world_size, impl.dcp_rank, impl._batch_invariant = 2, 1, False
-    impl._sharded, impl._cache = module.interleaves_tokens(parallel), None
-    impl._pages = None
+    impl._sharded, impl._k_scale_cache = module.interleaves_tokens(parallel), None
     queries, cache = torch.randn(3, 4, 576), torch.randn(2, 64, 576)
     decode = SimpleNamespace(
         block_table=torch.tensor([[1]], dtype=torch.int32),
@@ -257,7 +262,7 @@ def test_a_cache_in_8_bits_has_the_scale_of_its_layer(backend) -> None:
     impl = object.__new__(backend.get_impl_cls())
     impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
     impl.dcp_world_size, impl._batch_invariant, impl._sharded = 1, False, False
-    impl._cache = impl._pages = None
+    impl._k_scale_cache = None
     queries = torch.randn(1, 4, 576).bfloat16()
     cache = torch.randn(2, 64, 576).to(torch.float8_e4m3fn)
     layer = SimpleNamespace(_k_scale=torch.tensor(0.5))
@@ -272,9 +277,22 @@ def test_a_cache_in_8_bits_has_the_scale_of_its_layer(backend) -> None:
         _, lse = impl.forward_mqa(queries, view, SimpleNamespace(decode=decode), layer)
         scores = queries[0].float() @ cache[1, :5].float().T * scale * 0.1
         torch.testing.assert_close(lse[0], scores.logsumexp(-1), atol=2e-2, rtol=2e-2)
-        pages = impl._pages
+        pages = impl._pages_of(view, layer)
     assert impl._pages_of(cache, layer) is pages
     assert impl._pages_of(cache[:1], layer) is not pages
+
+
+def test_a_cache_that_vllm_gives_up_is_freed(backend) -> None:
+    """vLLM drops the layers' caches at the end of an engine, whose model may live on."""
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    impl = object.__new__(backend.get_impl_cls())
+    impl.kv_lora_rank, impl._k_scale_cache = 512, None
+    layer = SimpleNamespace(kv_cache=torch.zeros(2, 64, 576), impl=impl)
+    assert impl._pages_of(layer.kv_cache, layer).latent.shape == (2, 64, 512)
+    cache = weakref.ref(layer.kv_cache)
+    clear_layer_kv_caches([layer])
+    assert cache() is None
 
 
 @pytest.mark.parametrize(
@@ -284,6 +302,9 @@ def test_a_cache_in_8_bits_has_the_scale_of_its_layer(backend) -> None:
         ({"method": "dflash"}, False),  # attends without a causal mask
         ({"use_mla": False}, False),
         ({"get_head_size": lambda: 128}, False),
+        ({"get_head_size": lambda: 320}, False),  # not with an 8-bit cache
+        ({"get_head_size": lambda: 320, "cache": "auto"}, True),
+        ({"cache": "fp8_e5m2"}, False),
     ],
 )
 def test_draft_layers_follow_the_target(backend, change, shared) -> None:

@@ -104,6 +104,8 @@ class HyperMLABackend(MLACommonBackend):
                 f"{NAME} serves an fp8 cache with rows of {FP8_WIDTH} columns, this model has "
                 f"{head_size}: --kv-cache-dtype auto"
             )
+        if kv_cache_dtype in ("float16", "bfloat16") and f"torch.{kv_cache_dtype}" != str(dtype):
+            return f"{NAME} needs a cache of the model's dtype: --kv-cache-dtype auto"
         return None
 
 
@@ -111,16 +113,23 @@ def refusals(
     *,
     device_capability: Any = None,
     kv_cache_dtype: str | None = None,
+    use_mla: bool = True,
     use_sparse: bool = False,
+    use_non_causal: bool = False,
     head_size: int = 0,
     block_size: int | None = None,
     **_: Any,
 ) -> list[str]:
     """Why this backend does not serve a configuration, and what to change."""
     reasons = other_gpu(device_capability)
-    if kv_cache_dtype is not None and "fp8" in kv_cache_dtype and kv_cache_dtype not in FP8_CACHES:
+    if not HyperMLABackend.supports_kv_cache_dtype(kv_cache_dtype):
         reasons.append(f"{NAME} does not read {kv_cache_dtype}: --kv-cache-dtype auto, or fp8")
-    if use_sparse:
+    if not use_mla or use_non_causal:
+        reasons.append(
+            f"{NAME} serves causal MLA; a draft model with other attention needs a backend of its "
+            'own: "attention_backend" in --speculative-config'
+        )
+    elif use_sparse:
         reasons.append(f"{NAME} serves dense MLA; this model's attention is sparse")
     elif head_size and head_size not in paged.ROW_WIDTHS:
         served = ", ".join(map(str, paged.ROW_WIDTHS))
@@ -160,16 +169,15 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         """Fix the decode threshold and compile the kernel's programs."""
-        parallel = vllm_config.parallel_config
-        heads = vllm_config.model_config.get_num_attention_heads(parallel)
+        heads = query_heads(vllm_config, layer_names)
         on_gpu = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name(device) if on_gpu else ""
         # The base class raises it to 1 + draft tokens where it is lower.
-        eight_bits = vllm_config.cache_config.cache_dtype in FP8_CACHES
+        eight_bits = kv_cache_spec.dtype.itemsize == 1  # of these layers, which may differ
         self.reorder_batch_threshold = paged.latent_crossover(
             heads, name, PER_TENSOR.name if eight_bits else None
         )
-        interleaved = interleaves_tokens(parallel)
+        interleaved = interleaves_tokens(vllm_config.parallel_config)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata,
             **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=interleaved),
@@ -265,8 +273,8 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
         config = get_current_vllm_config()
         self._batch_invariant = batch_invariant()
         self._sharded = interleaves_tokens(config.parallel_config)
-        self._cache: torch.Tensor | None = None
-        self._pages: paged.Pages | None = None
+        # A cache and its views. vLLM empties this name wherever it gives up a layer's cache.
+        self._k_scale_cache: tuple[torch.Tensor, paged.Pages] | None = None
         share_with_draft(config)
 
     def forward_mqa(
@@ -297,17 +305,22 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
 
     def _pages_of(self, cache: torch.Tensor, layer: Any) -> paged.Pages:
         """The views of the layer's cache. vLLM makes a new view of an 8-bit cache in every call."""
-        known = self._cache
-        if (
-            self._pages is None
-            or known is None
-            or (known is not cache and paged.moved(known, cache))
-        ):
-            self._cache = cache
+        known = self._k_scale_cache
+        if known is None or (known[0] is not cache and paged.moved(known[0], cache)):
             eight_bits = cache.dtype.itemsize == 1
             scale = layer._k_scale.reshape(1) if eight_bits else None
-            self._pages = paged.Pages.of(cache, self.kv_lora_rank, scale)
-        return self._pages
+            known = cache, paged.Pages.of(cache, self.kv_lora_rank, scale)
+            self._k_scale_cache = known
+        return known[1]
+
+
+def query_heads(vllm_config: Any, layer_names: list[str]) -> int:
+    """Query heads of these layers on this GPU; a draft may have others than its target."""
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    heads = getattr(layers.get(layer_names[0]), "num_heads", None)
+    return heads or int(
+        vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    )
 
 
 def forget_caches(vllm_config: Any, layer_names: list[str]) -> None:
@@ -319,7 +332,7 @@ def forget_caches(vllm_config: Any, layer_names: list[str]) -> None:
     for name in layer_names:
         impl = getattr(layers.get(name), "impl", None)
         if isinstance(impl, HyperMLAImpl):
-            impl._cache = impl._pages = None
+            impl._k_scale_cache = None
 
 
 def accepted(function: Any, **options: Any) -> dict[str, Any]:
@@ -361,12 +374,17 @@ def share_with_draft(vllm_config: Any) -> None:
     if speculative is None or chosen is None or chosen.get_path().split(".")[0] != "mla_var3":
         return
     draft = getattr(speculative, "draft_model_config", None)
+    cache_dtype = (
+        getattr(speculative, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype
+    )
     if (
         speculative.attention_backend is not None
         or draft is None
         or getattr(speculative, "method", None) in _UNSUPPORTED_DRAFTS
         or not draft.use_mla
         or draft.get_head_size() not in paged.ROW_WIDTHS
+        or not HyperMLABackend.supports_kv_cache_dtype(cache_dtype)
+        or (cache_dtype in FP8_CACHES and draft.get_head_size() != FP8_WIDTH)
     ):
         return
     speculative.attention_backend = chosen
