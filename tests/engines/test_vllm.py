@@ -174,6 +174,17 @@ def test_names_the_missing_package(backend, fitting, monkeypatch) -> None:
     assert "pip install 'hyper-mla[vllm]'" in reason
 
 
+@pytest.mark.parametrize("width", [576, 512, 320, 288])
+def test_batches_have_rows_of_every_width_that_is_served(backend, fitting, width) -> None:
+    from mla_var3.integrations.vllm.backend import HyperMLAMetadata
+
+    assert backend.validate_configuration(**fitting | {"head_size": width}) == []
+    counts = dict.fromkeys(("num_reqs", "max_query_len", "max_seq_len", "num_actual_tokens"), 1)
+    counts |= {"num_decodes": 1, "num_decode_tokens": 1, "num_prefills": 0}
+    made = HyperMLAMetadata(query_start_loc=None, slot_mapping=None, head_dim=width, **counts)
+    assert made.num_decodes == 1
+
+
 def settings(drafts: int = 0, dcp: int = 1, method: str = "mtp", **draft):
     """As much of vLLM's configuration as the backend reads."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -158,6 +158,9 @@ class HyperMLADecodeMetadata(MLACommonDecodeMetadata):
 class HyperMLAMetadata(MLACommonMetadata[HyperMLADecodeMetadata]):
     """vLLM's metadata of a batch with the decode part above."""
 
+    def __post_init__(self) -> None:
+        """Not the base class's check: it refuses rows that vLLM's own backends do not serve."""
+
 
 class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
     """Builds the metadata, and decides which batches are decode and which fit CUDA graphs."""
