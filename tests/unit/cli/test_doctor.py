@@ -54,7 +54,7 @@ def verdicts(found: dict) -> dict[str, str]:
     return {finding["subject"]: finding["verdict"] for finding in found["findings"]}
 
 
-@pytest.mark.parametrize(("version", "name"), [("0.26.0", "CUSTOM"), ("0.32.0", "HYPER_MLA")])
+@pytest.mark.parametrize(("version", "name"), [("0.26.0", "CUSTOM"), ("0.33.1", "HYPER_MLA")])
 def test_ready_with_the_exact_flag(machine, capsys, tmp_path, version, name):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": version})
     code, found = report(capsys, "--model", str(write_model(tmp_path)), "--tp=8")
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu
 
 
 def test_a_newer_engine_and_a_plugin_that_it_will_not_load(machine, capsys, monkeypatch):
-    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.33.1"})
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.34.0"})
     code, found = report(capsys)
     assert code == 0 and verdicts(found)["vllm"] == "note"
     packages = {"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"}

