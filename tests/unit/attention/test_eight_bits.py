@@ -289,6 +289,7 @@ def test_decompressed_prefixes_have_the_dtype_of_the_weights(name, model, genera
         generator, [70, 64], model, p=P, t=128, dtype=torch.bfloat16, cache_dtype=name,
         page_size=64,
     )  # fmt: skip
+    cache.fork(0, into=[1])
     groups = PrefixGroups(torch.zeros(1, 2).int(), torch.tensor([[64]]))
     [copy] = decompress_prefixes(groups, cache, model.w_uk, model.w_uv).copies
     latent, rope = contents(cache)[0][:64].split([K, P], -1)
