@@ -303,10 +303,15 @@ def test_the_overflow_check_sees_an_overflow():
 @given(LENGTHS, SHAPES)
 @example([64 * 100], GroupShape(1, 1, 132))
 @example([64 * 7, 64 * 5], GroupShape(1, 1, 3))
+@example([897, 897], GroupShape(2, 2, 3))  # three whole items, and the fourth in three parts
 def test_partials_are_counted_as_they_are_made(lengths, shape):
-    made = [span for group in spans(lengths, shape) for span in group]
-    split = sum(1 for span in made if span.split and span.last > span.first)
-    assert partial_count(lengths, shape) == (0 if balanced_items(lengths, shape) else split)
+    made = [(part.item, part.first, part.last) for own in spans(lengths, shape) for part in own]
+    balanced = balanced_items(lengths, shape)
+    if balanced:
+        made = [part for own in balanced for part in own]
+    counts = block_counts(lengths, shape.visits)
+    split = [first > 0 or last < counts[item] for item, first, last in made if last > first]
+    assert partial_count(lengths, shape) == sum(split)
 
 
 # --- the device's own code, a thread per lane -----------------------------------------------------
