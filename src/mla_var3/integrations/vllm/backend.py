@@ -99,7 +99,7 @@ class HyperMLABackend(MLACommonBackend):
     ) -> str | None:
         if find_spec("cutlass") is None:
             return NO_CUTE
-        if kv_cache_dtype in FP8_CACHES and head_size != FP8_WIDTH:
+        if not fits_rows(kv_cache_dtype, head_size):
             return (
                 f"{NAME} serves an fp8 cache with rows of {FP8_WIDTH} columns, this model has "
                 f"{head_size}: --kv-cache-dtype auto"
@@ -107,6 +107,11 @@ class HyperMLABackend(MLACommonBackend):
         if kv_cache_dtype in ("float16", "bfloat16") and f"torch.{kv_cache_dtype}" != str(dtype):
             return f"{NAME} needs a cache of the model's dtype: --kv-cache-dtype auto"
         return None
+
+
+def fits_rows(kv_cache_dtype: str | None, head_size: int) -> bool:
+    """Whether the kernel reads rows of so many columns in a cache of this dtype."""
+    return kv_cache_dtype not in FP8_CACHES or head_size == FP8_WIDTH
 
 
 def refusals(
@@ -387,7 +392,7 @@ def share_with_draft(vllm_config: Any) -> None:
         or not draft.use_mla
         or draft.get_head_size() not in paged.ROW_WIDTHS
         or not HyperMLABackend.supports_kv_cache_dtype(cache_dtype)
-        or (cache_dtype in FP8_CACHES and draft.get_head_size() != FP8_WIDTH)
+        or not fits_rows(cache_dtype, draft.get_head_size())
     ):
         return
     speculative.attention_backend = chosen
