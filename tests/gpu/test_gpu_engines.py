@@ -195,6 +195,88 @@ def test_a_graph_replays_ragged_verify_batches() -> None:
     torch.testing.assert_close(out.cpu().double(), batch.expected()[0], **TOLERANCE)
 
 
+def layer_of(seed: int, counts: list[int], lengths: list[int], h: int, eight_bits: bool) -> Batch:
+    """One layer's queries and cache, the latter perhaps in 8 bits; `expected` needs 16."""
+    layer = Batch(counts, lengths, h=h, seed=seed).on_gpu()
+    if eight_bits:
+        layer.cache = layer.cache.to(torch.float8_e4m3fn)
+    return layer
+
+
+def attend_alone_and(step: paged.Step, layer: Batch) -> None:
+    """The layer's results in a step are those of a call of its own, bit by bit."""
+    out = torch.full_like(layer.q[..., :K], torch.nan)
+    alone, alone_lse = layer.attend(return_lse=True)
+    shared, lse = layer.attend(return_lse=True, step=step, out=out)
+    assert torch.equal(shared, alone)
+    assert torch.equal(lse, alone_lse)
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "lengths", "h"),
+    [
+        ([1] * 16, [4096] * 16, 16),  # aligned ranges
+        ([1] * 16, [1000 + 211 * i for i in range(16)], 128),  # a range ends in another item
+        ([1, 3, 2], [65, 70, 9000], 64),  # packed, one long
+        ([1] * 30, [640] * 30, 128),  # halves in a cluster
+        ([1] * 200, [64] * 200, 16),  # whole items in turns
+        ([1 + i % 3 for i in range(60)], [1200 + i * 37 % 400 for i in range(60)], 64),  # balanced
+        ([2, 2], [0, 3], 8),
+    ],
+)
+def test_layers_of_a_step_share_their_ranges(counts, lengths, h, eight_bits) -> None:
+    memory = paged.Step.memory("cuda").random_(-(2**31), 2**31 - 1)
+    for shorter in (1, 2):
+        step = paged.Step(memory)
+        for seed in range(3):
+            tokens = [length // shorter for length in lengths]
+            layer = layer_of(seed, counts, tokens, h, eight_bits)
+            attend_alone_and(step, layer)
+            if seed == 1 and not eight_bits:
+                output, _ = layer.attend(step=step)
+                torch.testing.assert_close(output.cpu().double(), layer.expected()[0], **TOLERANCE)
+            if seed == 1:  # a layer of other heads
+                attend_alone_and(step, layer_of(9, counts, tokens, 2 * h, eight_bits))
+
+
+def test_a_step_takes_nothing_from_the_one_before() -> None:
+    """Also not ranges of more CTAs than its first launch has."""
+    memory, counts = paged.Step.memory("cuda"), [1] * 16
+    lengths = [1000 + 211 * i for i in range(16)]
+    before = paged.Step(memory)
+    for seed in range(2):
+        attend_alone_and(before, layer_of(seed, counts, lengths, 128, False))
+    step = paged.Step(memory)
+    for heads in (16, 128):
+        attend_alone_and(step, layer_of(heads, counts, lengths[::-1], heads, False))
+
+
+def test_a_graph_of_a_step_follows_the_lengths() -> None:
+    counts, lengths = [1] * 16, [1000 + 211 * i for i in range(16)]
+    layers = [layer_of(seed, counts, lengths, 16, False) for seed in range(3)]
+    shared = torch.tensor(lengths[::-1], dtype=torch.int32, device="cuda") // 2
+    for layer in layers:
+        layer.lengths = shared
+    outs = [torch.zeros_like(layer.q[..., :K]) for layer in layers]
+    step = paged.Step(paged.Step.memory("cuda"))
+    pages = [paged.Pages.of(layer.cache, K) for layer in layers]
+
+    def attend() -> None:
+        for layer, cache, out in zip(layers, pages, outs, strict=True):
+            layer.attend(pages=cache, out=out, step=step)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for replayed in (lengths, [7] * 16, lengths[::-1]):
+        shared.copy_(torch.tensor(replayed, dtype=torch.int32).clamp(max=1000))
+        graph.replay()
+        for layer, out in zip(layers, outs, strict=True):
+            assert torch.equal(out, layer.attend()[0])
+
+
 def test_warm_up_leaves_nothing_to_compile() -> None:
     """A program takes seconds to compile."""
     paged.warm_up(8, 9)

@@ -65,6 +65,7 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "Int64", int)
     monkeypatch.setattr(merge, "work_tile_at", device.work_tile_at)
     monkeypatch.setattr(merge, "record_partial", as_written(merge.record_partial))
+    monkeypatch.setattr(merge, "record_nothing", as_written(merge.record_nothing))
     monkeypatch.setattr(merge, "state_pointer", lambda *place: None)
     monkeypatch.setattr(merge.cute.arch, "store", lambda *given, **how: None)
 

@@ -22,6 +22,7 @@ import torch
 from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_device, require_tensor
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.kernel.cute_python.mla.hopper.constants import RANGES_SIZE
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
 from mla_var3.op.mla.cache_formats import BYTE_DTYPES, PER_TENSOR
 from mla_var3.op.mla.problem import require_int
@@ -82,6 +83,39 @@ class Pages:
         return cls(parts.latent, parts.rope, parts.scales)
 
 
+@dataclass(eq=False)
+class Step:
+    """What the layers of one forward pass share: how the kernel divides their work over the SMs.
+
+    The call of the first layer finds it, from the lengths on the device, and writes it; those of the
+    others read it. The layers must attend with the same lengths and query counts, in order on one
+    stream. Make a step for every pass; a pass of the same layers may use the one before again. A
+    layer of other heads or options may take part, and divides its work itself.
+
+    Attributes:
+        ranges: See `memory`.
+        first: The cache of the layer whose call comes first.
+    """
+
+    ranges: torch.Tensor
+    first: Pages | None = None
+
+    @staticmethod
+    def memory(device: torch.device | str) -> torch.Tensor:
+        """Memory for steps on one stream, one after another; a CUDA graph keeps its address."""
+        return torch.zeros(RANGES_SIZE, dtype=torch.int32, device=device)
+
+    def options(self, pages: Pages) -> dict[str, Any]:
+        """Those of `mla_latent_attention` for the layer of a cache."""
+        behind_first = self.first is not None and self.first is not pages
+        return {"ranges": self.ranges, "ranges_ready": behind_first}
+
+    def done(self, pages: Pages) -> None:
+        """A layer's call has been made."""
+        if self.first is None:
+            self.first = pages
+
+
 def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether a cache is another memory than the one that is known, or another view of it."""
     return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
@@ -107,6 +141,7 @@ def paged_attention(
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
+    step: Step | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of the newest tokens of every request over its latent cache.
@@ -129,6 +164,7 @@ def paged_attention(
         shards: ranks that share the tokens of a request.
         shard: this rank.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
+        step: what the layers of a forward pass share; None for a call of its own.
         kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
 
     Returns:
@@ -156,6 +192,8 @@ def paged_attention(
         options |= {"total_lengths": total_lengths, "shards": shards, "shard": shard}
     if batch_invariant:
         options["batch_invariant"] = True
+    if step is not None:
+        options |= step.options(pages)
     if query_start_loc is None:
         b = lengths.shape[0]
         if tokens != b * max_q:
@@ -166,6 +204,8 @@ def paged_attention(
             q_latent.unflatten(0, shape[:2]), q_rope.unflatten(0, shape[:2]), view, kernel=kernel,
             scale=scale, causal=causal, tree_mask=tree_mask, out=into, **options,
         )  # fmt: skip
+        if step is not None:
+            step.done(pages)
         return output.view(tokens, h, k), lse.view(tokens, h) if return_lse else None
     rows = slice(None)
     if not q_latent.is_cuda:  # PyTorch would write the rows that no request has
@@ -178,6 +218,8 @@ def paged_attention(
         tree_mask=tree_mask, cu_seqlens_q=query_start_loc, max_q=max(max_q, 1),
         out=None if out is None else out[rows], **options,
     )  # fmt: skip
+    if step is not None:
+        step.done(pages)
     if out is None:
         return output, lse if return_lse else None
     if return_lse and lse.shape[0] < tokens:
@@ -215,6 +257,7 @@ def warm_up(
     head_major: bool = True,
     shards: int = 1,
     batch_invariant: bool = False,
+    step: bool = False,
     kernel: str | None = None,
 ) -> None:
     """Compile every program that calls of up to `max_q` query tokens need, before graph capture.
@@ -235,7 +278,8 @@ def warm_up(
         head_major: whether calls may bring views of `[h, tokens, k]` as latent queries.
         shards: as for `paged_attention`.
         batch_invariant: likewise.
-        kernel: likewise.
+        step: whether calls bring a `Step`.
+        kernel: as for `paged_attention`.
     """
     device = require_device(device)
     require_int("h", h, minimum=1)
@@ -261,6 +305,7 @@ def warm_up(
                 tree_mask=torch.ones((b, s, s), dtype=torch.bool, device=device) if tree else None,
                 total_lengths=ints(s, s) if shards > 1 else None, shards=shards,
                 batch_invariant=batch_invariant, kernel=kernel,
+                step=Step(Step.memory(device)) if step else None,
             )  # fmt: skip
 
 

@@ -228,7 +228,9 @@ def layout_of(task: AttentionTask) -> PrefixLayout:
 def own_pass(task: AttentionTask, layout: PrefixLayout) -> AttentionTask:
     """The queries of each request over its own tokens."""
     cache = as_pages(task.cache, layout.lengths, layout.table)
-    return replace(task, cache=cache, prefix=None, out=None, empty_positive=False)
+    return replace(
+        task, cache=cache, prefix=None, ranges=None, out=None, empty_positive=False
+    )  # fmt: skip
 
 
 def shared_pass(

@@ -85,6 +85,8 @@ class HyperMLABackend(AttentionBackend):
         pages = -(-(config.context_len + self.draft_tokens) // self.page_size)
         # A view: the first token of each page of each request.
         self._first_tokens = runner.req_to_token_pool.req_to_token[:, :: self.page_size][:, :pages]
+        self._step_memory = paged.Step.memory(self.device)
+        self._step: tuple[Metadata, paged.Step] | None = None
         self._layers: dict[int, tuple[torch.Tensor, paged.Pages]] = {}
         self._graph: Metadata | None = None
         self._verify_mask: Any = None
@@ -110,7 +112,7 @@ class HyperMLABackend(AttentionBackend):
                     p=runner.model_config.qk_rope_head_dim,
                     cache_dtype=E4M3 if self.data_type is E4M3 else None,
                     page_size=self.page_size, packed=False, tree=tree,
-                    batch_invariant=self._batch_invariant,
+                    batch_invariant=self._batch_invariant, step=True,
                 )  # fmt: skip
         _log_start(heads, torch.cuda.get_device_name(self.device), self.page_size)
 
@@ -269,7 +271,7 @@ class HyperMLABackend(AttentionBackend):
         output, _lse = paged.paged_attention(
             q, q_rope, self._pages(layer), meta.block_table, meta.lengths, scale=layer.scaling,
             max_q=meta.max_q, query_start_loc=meta.query_start_loc, tree_mask=meta.tree_mask,
-            batch_invariant=self._batch_invariant,
+            batch_invariant=self._batch_invariant, step=self._step_of(meta),
         )  # fmt: skip
         return output.reshape(-1, heads * layer.v_head_dim)
 
@@ -290,6 +292,12 @@ class HyperMLABackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         else:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+
+    def _step_of(self, meta: Metadata) -> paged.Step:
+        """What the layers share in a forward pass with this metadata."""
+        if self._step is None or self._step[0] is not meta:
+            self._step = meta, paged.Step(self._step_memory)
+        return self._step[1]
 
     def _pages(self, layer: Any) -> paged.Pages:
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)

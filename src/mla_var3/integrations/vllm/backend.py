@@ -153,10 +153,12 @@ class HyperMLADecodeMetadata(MLACommonDecodeMetadata):
     Attributes:
         query_start_loc: int32 `[b+1]`, first query token of each request.
         max_query_len: upper bound on the query tokens of a request.
+        step: what the layers share.
     """
 
     query_start_loc: torch.Tensor
     max_query_len: int
+    step: paged.Step
 
 
 @dataclass
@@ -191,6 +193,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=interleaved),
         )  # fmt: skip
         self._decode_queries = decode_queries(vllm_config)
+        self._step_memory = paged.Step.memory(device)
         forget_caches(vllm_config, layer_names)
         # The decode metadata are views of the runner's persistent tensors. Under DCP the local
         # lengths are not, so a captured draft step would read stale ones.
@@ -204,7 +207,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
                 cache_dtype=E4M3 if eight_bits else None,
                 page_size=kv_cache_spec.block_size,
                 shards=self.dcp_world_size if interleaved else 1,
-                batch_invariant=batch_invariant(),
+                batch_invariant=batch_invariant(), step=True,
             )  # fmt: skip
         _log_start(heads, self.reorder_batch_threshold, name or "cpu")
 
@@ -239,6 +242,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             query_start_loc=query_start_loc_device,
             max_query_len=max(most, 1),
+            step=paged.Step(self._step_memory),
         )
 
 
@@ -308,7 +312,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
             q[0], q[1], pages, decode.block_table, decode.seq_lens, scale=self.scale,
             max_q=decode.max_query_len, query_start_loc=decode.query_start_loc,
             return_lse=self.need_to_return_lse_for_decode, batch_invariant=self._batch_invariant,
-            **shards,
+            step=decode.step, **shards,
         )  # fmt: skip
 
     def _pages_of(self, cache: torch.Tensor, layer: Any) -> paged.Pages:

@@ -37,6 +37,15 @@ CONSUMER_REGISTERS = 232
 """Registers per thread after `setmaxnreg`. A CTA of 384 threads starts with 168 each, and both
 numbers together use all of them: 2 * 232 + 40 = 3 * 168."""
 
+MOST_CTAS = 144
+"""Most CTAs of a launch of the latent kernel, one for each SM: as many as the largest chip of compute
+capability 9.0."""
+MOST_TAKEN = 256
+"""Items of one CTA group where they are balanced, and their end (`latent/balance.py`)."""
+RANGE_WORDS = 20 + MOST_TAKEN // 2
+"""Words that the launches of a step share for each CTA (`latent/scheduler.py`)."""
+RANGES_SIZE = MOST_CTAS * RANGE_WORDS
+"""Those of all CTAs."""
 DEFAULT_SM_COUNT = 132
 """SMs assumed where no device is known."""
 VECTOR_BITS = 128

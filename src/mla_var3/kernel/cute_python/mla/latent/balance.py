@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
+from mla_var3.kernel.cute_python.mla.hopper.constants import MOST_TAKEN, THREADS
 from mla_var3.kernel.cute_python.mla.latent.ops import quotient
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
@@ -44,8 +44,6 @@ MOST_ITEMS = 2048
 """As many find room in shared memory."""
 NO_VISIT = MOST_VISITS - 1
 """Stands behind the last item of a group."""
-MOST_TAKEN = 256
-"""Items of one group, and their end."""
 SPLIT_WORTH = MERGE_COST + 1
 """KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
 sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
@@ -320,24 +318,22 @@ def balanced(
     batch: Batch,
     own: WorkRange,
     words: cute.Pointer,
-    taken: cute.Pointer,
+    taken: cute.Tensor,
     group_ctas: Int32,
     group: Int32,
     group_count: Int32,
-) -> tuple[WorkRange, cute.Tensor]:
-    """The range of a group, of the items that it takes where these are balanced, and the items.
+) -> WorkRange:
+    """The range of a group, of the items that it takes where these are balanced.
 
     The arguments are those of `balance`.
     """
     keys = cute.make_tensor(words, cute.make_layout(KEY_WORDS))
     items = cute.recast_ptr(words + KEY_WORDS, dtype=Int16)
     order = cute.make_tensor(items, cute.make_layout(MOST_ITEMS))
-    own_items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
     chosen, begin, begin_block, end, end_block, step, splits = balance(
-        batch, own, keys, order, own_items, group_ctas, group, group_count
+        batch, own, keys, order, taken, group_ctas, group, group_count
     )
-    changed = dataclasses.replace(
+    return dataclasses.replace(
         own, begin=begin, begin_block=begin_block, end=end, end_block=end_block, step=step,
         splits=splits, balanced=chosen,
     )  # fmt: skip
-    return changed, own_items

@@ -42,6 +42,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
     CONSUMER_WARPS,
     KV_BLOCK,
+    MOST_TAKEN,
     PRODUCER_REGISTERS,
     PRODUCER_WARP,
     ROWS,
@@ -52,7 +53,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
-from mla_var3.kernel.cute_python.mla.latent.balance import MOST_TAKEN
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
@@ -265,6 +265,8 @@ class FlashMLASm90(ClusterHost):
             sizes.group_ctas,
             sizes.visits,
             sizes.group_count,
+            sizes.ranges_key,
+            sizes.ranges_ready,
             row_layout,
             q_layout,
         ).launch(
@@ -295,6 +297,7 @@ class FlashMLASm90(ClusterHost):
         total_lengths: cute.Tensor | None,
         query_begins: cute.Tensor | None,
         tree: cute.Tensor | None,
+        ranges: cute.Tensor | None,
         o_latent: cute.Pointer,
         lse: cute.Tensor,
         o_partial: cute.Pointer,
@@ -317,6 +320,8 @@ class FlashMLASm90(ClusterHost):
         group_ctas: Int32,
         visits: Int32,
         group_count: Int32,
+        ranges_key: Int32,
+        ranges_ready: Int32,
         row_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
     ):
@@ -336,12 +341,14 @@ class FlashMLASm90(ClusterHost):
                 cpasync.prefetch_descriptor(r_copy)
                 cpasync.prefetch_descriptor(qr_copy)
         scheduler = Scheduler.of(
-            IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
-            total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
-            whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
+            IndexTensors(table, lengths, total_lengths, query_begins, tree, ranges), requests,
+            queries, total_queries, heads, max_tokens, newest, causal, sliding_window, shards,
+            shard, whole_items, group_ctas, visits, group_count, ranges_key, ranges_ready, group,
+            rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
+        scheduler = scheduler.with_first_tile()
         if const_expr(self.overlap == "first"):
             cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank

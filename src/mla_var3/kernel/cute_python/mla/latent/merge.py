@@ -47,6 +47,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
     LATENT,
+    MOST_CTAS,
     PRODUCER_WARP,
     ROWS,
     VECTOR_BITS,
@@ -60,8 +61,6 @@ SLOT_BITS = 16
 LOOKS = 16
 """How often a CTA that has computed all looks for others that have not started before it leaves.
 CTAs without work end while the last ones are being started. Other numbers were not measured."""
-MOST_CTAS = 144
-"""Most CTAs of a launch, one for each SM: as many as the largest chip of compute capability 9.0."""
 MOST_SLOTS = 2 * MOST_CTAS
 WATCHER_WARP = PRODUCER_WARP + 1
 """The watcher, in the producer's warpgroup."""
@@ -187,9 +186,10 @@ def state_of(merges: cute.Tensor, ctas: Int32, cta: Int32, order: cutlass.Conste
 def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32, scheduler: cutlass.Constexpr):
     """Publish that a CTA has started and what its slots will hold; one thread calls it."""
     own = scheduler.range
-    record_partial(merges, cta * 2, own.begin, Boolean(True), scheduler)
-    ends_inside = own.end_block > 0 and own.end != own.begin
-    record_partial(merges, cta * 2 + 1, own.end, ends_inside, scheduler)
+    record_partial(merges, cta * 2, own.begin, scheduler.first_tile())
+    record_nothing(merges, cta * 2 + 1)
+    if own.end_block > 0 and own.end != own.begin:
+        record_partial(merges, cta * 2 + 1, own.end, work_tile_at(own.end, scheduler))
     if cta == 0:
         # Before its own state, which every CTA that counts has seen.
         cute.arch.store(state_pointer(merges, ctas, ctas), Int64(0), sem="relaxed", scope="gpu")
@@ -198,24 +198,23 @@ def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32, scheduler: cutlass.
 
 
 @cute.jit
-def record_partial(
-    merges: cute.Tensor,
-    slot: Int32,
-    item: Int32,
-    used: Boolean,
-    scheduler: cutlass.Constexpr,
-):
-    """Record which partial of `item` a slot will hold: none if it is not `used`, or not split."""
+def record_partial(merges: cute.Tensor, slot: Int32, item: Int32, tile: cutlass.Constexpr):
+    """Record which partial of `item` a slot will hold: none if that is not the `tile`, or whole."""
     split, first_row, rows = Int32(0), Int32(0), Int32(0)
-    if used:
-        tile = work_tile_at(item, scheduler)
-        if tile.valid and tile.item == item:
-            split = tile.split
-            first_row = tile.base + tile.row
-            rows = cutlass.min(tile.rows - tile.row, ROWS)
+    if tile.valid and tile.item == item:
+        split = tile.split
+        first_row = tile.base + tile.row
+        rows = cutlass.min(tile.rows - tile.row, ROWS)
     merges[slot, Record.SPLIT] = split
     merges[slot, Record.FIRST_ROW] = first_row
     merges[slot, Record.ROWS] = rows
+
+
+@cute.jit
+def record_nothing(merges: cute.Tensor, slot: Int32):
+    """Record that a slot will be empty."""
+    for column in Record:
+        merges[slot, column] = Int32(0)
 
 
 @cute.jit

@@ -13,6 +13,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     KV_BLOCK_BITS,
     LN_2,
     MMA_DEPTH,
+    RANGE_WORDS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 
@@ -45,6 +46,7 @@ class IndexTensors(NamedTuple):
         table: block table, or None.
         lengths: tokens per request.
         total_lengths, query_begins, tree: see `scheduler.Scheduler`; None where not given.
+        ranges: see `scheduler.StepRange`; None where not given.
     """
 
     table: Any
@@ -52,6 +54,7 @@ class IndexTensors(NamedTuple):
     total_lengths: Any
     query_begins: Any
     tree: Any
+    ranges: Any
 
     @classmethod
     def of(cls, operands: Any, sizes: Any) -> "IndexTensors":
@@ -63,7 +66,7 @@ class IndexTensors(NamedTuple):
                 return None
             return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
 
-        row = sizes.block_table_stride
+        row, ctas = sizes.block_table_stride, sizes.group_ctas * sizes.group_count
         tree_strides = (sizes.tree_stride, sizes.tree_row_stride, 1)
         return cls(
             tensor(operands.block_table, (requests, row), (row, 1)),
@@ -71,6 +74,7 @@ class IndexTensors(NamedTuple):
             tensor(operands.total_lengths, requests),
             tensor(operands.cu_seqlens_q, requests + 1),
             tensor(operands.tree, (requests, queries, queries), tree_strides),
+            tensor(operands.ranges, (ctas, RANGE_WORDS), (RANGE_WORDS, 1)),
         )
 
 

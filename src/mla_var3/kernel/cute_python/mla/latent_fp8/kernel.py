@@ -24,6 +24,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPGROUPS,
     KV_BLOCK,
     LATENT,
+    MOST_TAKEN,
     PRODUCER_WARP,
     ROPE,
     ROWS,
@@ -32,7 +33,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
-from mla_var3.kernel.cute_python.mla.latent.balance import MOST_TAKEN
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
@@ -256,6 +256,8 @@ class LatentFp8Sm90(ClusterHost):
             sizes.group_ctas,
             sizes.visits,
             sizes.group_count,
+            sizes.ranges_key,
+            sizes.ranges_ready,
             key_layout,
             rope_layout,
             q_layout,
@@ -290,6 +292,7 @@ class LatentFp8Sm90(ClusterHost):
         total_lengths: cute.Tensor | None,
         query_begins: cute.Tensor | None,
         tree: cute.Tensor | None,
+        ranges: cute.Tensor | None,
         o_latent: cute.Pointer,
         lse: cute.Tensor,
         o_partial: cute.Pointer,
@@ -316,6 +319,8 @@ class LatentFp8Sm90(ClusterHost):
         group_ctas: Int32,
         visits: Int32,
         group_count: Int32,
+        ranges_key: Int32,
+        ranges_ready: Int32,
         key_layout: cute.ComposedLayout,
         rope_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
@@ -339,13 +344,20 @@ class LatentFp8Sm90(ClusterHost):
             reset_merge(merge)
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
+        if warp_index == PRODUCER_WARP:
+            cpasync.prefetch_descriptor(c_copy)
+            cpasync.prefetch_descriptor(r_copy)
+            if const_expr(self.per_token):
+                cpasync.prefetch_descriptor(scale_copy)
         scheduler = Scheduler.of(
-            IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
-            total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
-            whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
+            IndexTensors(table, lengths, total_lengths, query_begins, tree, ranges), requests,
+            queries, total_queries, heads, max_tokens, newest, causal, sliding_window, shards,
+            shard, whole_items, group_ctas, visits, group_count, ranges_key, ranges_ready, group,
+            rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
+        scheduler = scheduler.with_first_tile()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
