@@ -168,8 +168,8 @@ def mla_latent_attention(
         prefix: as for `mla_attention`.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
             `max_q`, `tree_mask`, `max_kv`, `total_lengths`, `shards`, `shard`, `batch_invariant`
-            and `sliding_window`, as for `mla_attention`. And `ranges`, int32 memory in which the
-            kernel writes how it has divided the work; with `ranges_ready` it reads there what an
+            and `sliding_window`, as for `mla_attention`. And `schedule`, int32 memory in which the
+            kernel writes how it has divided the work; with `scheduled` it reads there what an
             earlier call on the stream has written, for the same lengths and query counts. See
             `integrations.paged.Step`.
 

@@ -22,7 +22,7 @@ import torch
 from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_device, require_tensor
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
-from mla_var3.kernel.cute_python.mla.hopper.constants import RANGES_SIZE
+from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
 from mla_var3.op.mla.cache_formats import BYTE_DTYPES, PER_TENSOR
 from mla_var3.op.mla.problem import require_int
@@ -83,37 +83,47 @@ class Pages:
         return cls(parts.latent, parts.rope, parts.scales)
 
 
-@dataclass(eq=False)
 class Step:
     """What the layers of one forward pass share: how the kernel divides their work over the SMs.
 
-    The call of the first layer finds it, from the lengths on the device, and writes it; those of the
-    others read it. The layers must attend with the same lengths and query counts, in order on one
-    stream. Make a step for every pass; a pass of the same layers may use the one before again. A
-    layer of other heads or options may take part, and divides its work itself.
-
-    Attributes:
-        ranges: See `memory`.
-        first: The cache of the layer whose call comes first.
+    The first layer's call finds it, from the lengths on the device; the others read it. Layers must
+    attend with the same lengths and query counts, one after another on one stream. Make a step for
+    every pass, or use one again for another pass of the same layers in the same order. Layers may
+    differ in heads and options: where one differs from the layer before, its call finds it again.
     """
 
-    ranges: torch.Tensor
-    first: Pages | None = None
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Begin a pass.
+
+        Args:
+            memory: As `memory` makes it. Passes may share it if they run one after another. CUDA
+                graphs keep its address.
+        """
+        self._memory = memory
+        self._first: Pages | None = None
+        self._key: tuple[Any, ...] | None = None
 
     @staticmethod
     def memory(device: torch.device | str) -> torch.Tensor:
-        """Memory for steps on one stream, one after another; a CUDA graph keeps its address."""
-        return torch.zeros(RANGES_SIZE, dtype=torch.int32, device=device)
+        """Memory for steps."""
+        return torch.zeros(SCHEDULE_SIZE, dtype=torch.int32, device=device)
 
-    def options(self, pages: Pages) -> dict[str, Any]:
-        """Those of `mla_latent_attention` for the layer of a cache."""
-        behind_first = self.first is not None and self.first is not pages
-        return {"ranges": self.ranges, "ranges_ready": behind_first}
+    def options(self, pages: Pages, key: tuple[Any, ...]) -> dict[str, Any]:
+        """Those of `mla_latent_attention` for a layer.
 
-    def done(self, pages: Pages) -> None:
-        """A layer's call has been made."""
-        if self.first is None:
-            self.first = pages
+        Args:
+            pages: The layer's cache; that of the first layer begins a pass.
+            key: What the division follows from, beside lengths and query counts.
+        """
+        if self._first is None:
+            self._first = pages
+        scheduled = pages is not self._first and key == self._key
+        self._key = key if scheduled else None
+        return {"schedule": self._memory, "scheduled": scheduled}
+
+    def done(self, key: tuple[Any, ...]) -> None:
+        """The layer's call has been made."""
+        self._key = key
 
 
 def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
@@ -193,7 +203,11 @@ def paged_attention(
     if batch_invariant:
         options["batch_invariant"] = True
     if step is not None:
-        options |= step.options(pages)
+        key = (
+            tokens, h, max_q, lengths.shape, block_table.shape, pages.latent.shape[1],
+            query_start_loc is None, causal, total_lengths is None, shards, shard, batch_invariant,
+        )  # fmt: skip
+        options |= step.options(pages, key)
     if query_start_loc is None:
         b = lengths.shape[0]
         if tokens != b * max_q:
@@ -205,7 +219,7 @@ def paged_attention(
             scale=scale, causal=causal, tree_mask=tree_mask, out=into, **options,
         )  # fmt: skip
         if step is not None:
-            step.done(pages)
+            step.done(key)
         return output.view(tokens, h, k), lse.view(tokens, h) if return_lse else None
     rows = slice(None)
     if not q_latent.is_cuda:  # PyTorch would write the rows that no request has
@@ -219,7 +233,7 @@ def paged_attention(
         out=None if out is None else out[rows], **options,
     )  # fmt: skip
     if step is not None:
-        step.done(pages)
+        step.done(key)
     if out is None:
         return output, lse if return_lse else None
     if return_lse and lse.shape[0] < tokens:

@@ -212,7 +212,7 @@ class LatentBackend:
             shard=task.shard,
             batch_invariant=task.batch_invariant,
             sliding_window=task.sliding_window,
-            ranges_ready=task.ranges_ready,
+            scheduled=task.scheduled,
             sms=sms,
             overlap=overlap,
         )
@@ -273,7 +273,7 @@ def _operands(
         task.tree,
         out,
         taken.scales,
-        task.ranges,
+        task.schedule,
     )
 
 

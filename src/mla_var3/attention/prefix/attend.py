@@ -229,7 +229,7 @@ def own_pass(task: AttentionTask, layout: PrefixLayout) -> AttentionTask:
     """The queries of each request over its own tokens."""
     cache = as_pages(task.cache, layout.lengths, layout.table)
     return replace(
-        task, cache=cache, prefix=None, ranges=None, out=None, empty_positive=False
+        task, cache=cache, prefix=None, schedule=None, out=None, empty_positive=False
     )  # fmt: skip
 
 

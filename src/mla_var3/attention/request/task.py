@@ -39,7 +39,7 @@ class AttentionTask:
         batch_invariant: whether a request's result must not depend on the rest of the batch.
         sliding_window: newest tokens, up to itself, that a query sees; None for all.
         prefix: which requests share their first tokens; None where the call does not say.
-        ranges, ranges_ready: what the calls of a step share, see `mla_latent_attention`.
+        schedule, scheduled: what the calls of a step share, see `mla_latent_attention`.
         out: where the output goes; None for a new tensor.
         empty_positive: whether a query that sees no token has an LSE of +inf, as in
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
@@ -62,8 +62,8 @@ class AttentionTask:
     batch_invariant: bool = False
     sliding_window: int | None = None
     prefix: Prefix | None = None
-    ranges: torch.Tensor | None = None
-    ranges_ready: bool = False
+    schedule: torch.Tensor | None = None
+    scheduled: bool = False
     out: torch.Tensor | None = None
     empty_positive: bool = False
 

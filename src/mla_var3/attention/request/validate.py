@@ -28,7 +28,7 @@ from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import RANGES_SIZE
+from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 from mla_var3.op.mla.problem import MOST, require_int, require_scale
 from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
@@ -56,8 +56,8 @@ class Options:
     batch_invariant: bool = False
     prefix: Prefix | None = None
     sliding_window: int | None = None
-    ranges: torch.Tensor | None = None
-    ranges_ready: bool = False
+    schedule: torch.Tensor | None = None
+    scheduled: bool = False
 
 
 def full_task(
@@ -224,7 +224,7 @@ def _task(
     out_width: int,
 ) -> AttentionTask:
     device, b = q.device, view.requests
-    for name in ("causal", "batch_invariant", "ranges_ready"):
+    for name in ("causal", "batch_invariant", "scheduled"):
         flag = getattr(options, name)
         if not isinstance(flag, bool):
             raise InvalidArgumentError(name, "True or False", repr(flag))
@@ -288,12 +288,12 @@ def _task(
         if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
             got = f"strides {out.stride()}, as of an expanded tensor"
             raise InvalidArgumentError("out", "a place of its own for every value", got)
-    if options.ranges is not None:
-        words = [(f"words from {RANGES_SIZE}", max(RANGES_SIZE, options.ranges.numel()))]
-        require_tensor("ranges", options.ranges, words, [torch.int32], device)
-        if not options.ranges.is_contiguous() or options.ranges.data_ptr() % ALIGNMENT_BYTES:
+    if options.schedule is not None:
+        words = [(f"words from {SCHEDULE_SIZE}", max(SCHEDULE_SIZE, options.schedule.numel()))]
+        require_tensor("schedule", options.schedule, words, [torch.int32], device)
+        if not options.schedule.is_contiguous() or options.schedule.data_ptr() % ALIGNMENT_BYTES:
             expected = f"contiguous, at a multiple of {ALIGNMENT_BYTES} bytes"
-            raise InvalidArgumentError("ranges", expected, "another layout")
+            raise InvalidArgumentError("schedule", expected, "another layout")
     if options.scale is not None:
         require_scale(options.scale)
     window = options.sliding_window
@@ -315,8 +315,8 @@ def _task(
         batch_invariant=options.batch_invariant,
         sliding_window=None if window is None else min(window, MOST // 2),
         prefix=prefix,
-        ranges=options.ranges if prefix is None else None,
-        ranges_ready=options.ranges_ready,
+        schedule=options.schedule if prefix is None else None,
+        scheduled=options.scheduled,
         out=out,
     )
     check_values(task)

@@ -42,9 +42,9 @@ MOST_CTAS = 144
 capability 9.0."""
 MOST_TAKEN = 256
 """Items of one CTA group where they are balanced, and their end (`latent/balance.py`)."""
-RANGE_WORDS = 20 + MOST_TAKEN // 2
-"""Words that the launches of a step share for each CTA (`latent/scheduler.py`)."""
-RANGES_SIZE = MOST_CTAS * RANGE_WORDS
+RANGE_WORDS = 28 + MOST_TAKEN // 2
+"""Words of a CTA in a schedule (`latent/schedule.py`)."""
+SCHEDULE_SIZE = MOST_CTAS * RANGE_WORDS
 """Those of all CTAs."""
 DEFAULT_SM_COUNT = 132
 """SMs assumed where no device is known."""

@@ -28,6 +28,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
 )
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
+from mla_var3.kernel.cute_python.mla.latent.schedule import ScheduleSm90
 
 
 class ClusterHost(ABC):
@@ -53,14 +54,19 @@ class ClusterHost(ABC):
     @cute.jit
     def __call__(self, *arguments: Any):
         """The arguments of `LATENT_FIELDS` and the stream."""
+        operands, _, sizes, (stream,) = groups_of(
+            arguments, LatentOperands, Partials, LatentSizes
+        )
         if const_expr(self.clusters is not None):
+            if const_expr(operands.schedule is not None):
+                if sizes.scheduled == 0:
+                    ScheduleSm90(self.clusters)(operands, sizes, stream)
             self.launch(*arguments)
         else:
-            _, _, sizes, _ = groups_of(arguments, LatentOperands, Partials, LatentSizes)
             if sizes.cluster_ctas == CLUSTER:
-                self._kernel(True).launch(*arguments)
+                self._kernel(True)(*arguments)
             else:
-                self._kernel(False).launch(*arguments)
+                self._kernel(False)(*arguments)
 
 
 @dataclass(frozen=True)

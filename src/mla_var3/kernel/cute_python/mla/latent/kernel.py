@@ -65,6 +65,7 @@ from mla_var3.kernel.cute_python.mla.latent.merge import (
     merge_rows,
     merge_shared,
     open_merge,
+    records_of,
     reset_merge,
     watch_starts,
 )
@@ -265,8 +266,6 @@ class FlashMLASm90(ClusterHost):
             sizes.group_ctas,
             sizes.visits,
             sizes.group_count,
-            sizes.ranges_key,
-            sizes.ranges_ready,
             row_layout,
             q_layout,
         ).launch(
@@ -297,7 +296,7 @@ class FlashMLASm90(ClusterHost):
         total_lengths: cute.Tensor | None,
         query_begins: cute.Tensor | None,
         tree: cute.Tensor | None,
-        ranges: cute.Tensor | None,
+        schedule: cute.Tensor | None,
         o_latent: cute.Pointer,
         lse: cute.Tensor,
         o_partial: cute.Pointer,
@@ -320,8 +319,6 @@ class FlashMLASm90(ClusterHost):
         group_ctas: Int32,
         visits: Int32,
         group_count: Int32,
-        ranges_key: Int32,
-        ranges_ready: Int32,
         row_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
     ):
@@ -341,20 +338,18 @@ class FlashMLASm90(ClusterHost):
                 cpasync.prefetch_descriptor(r_copy)
                 cpasync.prefetch_descriptor(qr_copy)
         scheduler = Scheduler.of(
-            IndexTensors(table, lengths, total_lengths, query_begins, tree, ranges), requests,
+            IndexTensors(table, lengths, total_lengths, query_begins, tree, schedule), requests,
             queries, total_queries, heads, max_tokens, newest, causal, sliding_window, shards,
-            shard, whole_items, group_ctas, visits, group_count, ranges_key, ranges_ready, group,
-            rank, self.clusters,
+            shard, whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
-        scheduler = scheduler.with_first_tile()
         if const_expr(self.overlap == "first"):
             cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
-            open_merge(merges, ctas, cta, scheduler)
+            open_merge(merges, ctas, cta, scheduler, schedule)
         q, even, odd = (
             memory.get_tensor(layout.outer, swizzle=layout.inner)
             for memory, layout in (
@@ -379,7 +374,7 @@ class FlashMLASm90(ClusterHost):
                     cute.arch.griddepcontrol_wait()
             elif warp_index == WATCHER_WARP:
                 if splits:
-                    watch_starts(merges, merge, ctas, cta)
+                    watch_starts(merges, records_of(merges, schedule, ctas), merge, ctas, cta)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             exchanged = exchanged_type(self.few)

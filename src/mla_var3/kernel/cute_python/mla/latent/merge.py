@@ -49,12 +49,13 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     LATENT,
     MOST_CTAS,
     PRODUCER_WARP,
+    RANGE_WORDS,
     ROWS,
     VECTOR_BITS,
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
+from mla_var3.kernel.cute_python.mla.latent.scheduler import RECORDS_AT, Split, work_tile_at
 
 SLOT_BITS = 16
 """Of a slot in `MergeShared.tiles`."""
@@ -183,13 +184,16 @@ def state_of(merges: cute.Tensor, ctas: Int32, cta: Int32, order: cutlass.Conste
 
 
 @cute.jit
-def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32, scheduler: cutlass.Constexpr):
+def open_merge(
+    merges: cute.Tensor,
+    ctas: Int32,
+    cta: Int32,
+    scheduler: cutlass.Constexpr,
+    schedule: cute.Tensor | None,
+):
     """Publish that a CTA has started and what its slots will hold; one thread calls it."""
-    own = scheduler.range
-    record_partial(merges, cta * 2, own.begin, scheduler.first_tile())
-    record_nothing(merges, cta * 2 + 1)
-    if own.end_block > 0 and own.end != own.begin:
-        record_partial(merges, cta * 2 + 1, own.end, work_tile_at(own.end, scheduler))
+    if const_expr(schedule is None):
+        record_partials(merges, cta, scheduler)
     if cta == 0:
         # Before its own state, which every CTA that counts has seen.
         cute.arch.store(state_pointer(merges, ctas, ctas), Int64(0), sem="relaxed", scope="gpu")
@@ -197,28 +201,53 @@ def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32, scheduler: cutlass.
     cute.arch.store(state_pointer(merges, ctas, cta), started, sem="release", scope="gpu")
 
 
+def records_of(merges: cute.Tensor, schedule: cute.Tensor | None, ctas: Int32) -> cute.Tensor:
+    """The records of all slots, [slot, column]: those of a schedule, or of this launch."""
+    if schedule is None:
+        return merges
+    strides = ((len(Record), RANGE_WORDS), 1)
+    layout = cute.make_layout(((2, ctas), len(Record)), stride=strides)
+    return cute.make_tensor(schedule.iterator + RECORDS_AT, layout)
+
+
 @cute.jit
-def record_partial(merges: cute.Tensor, slot: Int32, item: Int32, tile: cutlass.Constexpr):
-    """Record which partial of `item` a slot will hold: none if that is not the `tile`, or whole."""
+def record_partials(records: cute.Tensor, cta: Int32, scheduler: cutlass.Constexpr):
+    """Record what the slots of a CTA will hold."""
+    own = scheduler.range
+    record_partial(records, cta * 2, own.begin, Boolean(True), scheduler)
+    ends_inside = own.end_block > 0 and own.end != own.begin
+    record_partial(records, cta * 2 + 1, own.end, ends_inside, scheduler)
+
+
+@cute.jit
+def record_partial(
+    records: cute.Tensor,
+    slot: Int32,
+    item: Int32,
+    used: Boolean,
+    scheduler: cutlass.Constexpr,
+):
+    """Record which partial of `item` a slot will hold: none if it is not `used`, or not split."""
     split, first_row, rows = Int32(0), Int32(0), Int32(0)
-    if tile.valid and tile.item == item:
-        split = tile.split
-        first_row = tile.base + tile.row
-        rows = cutlass.min(tile.rows - tile.row, ROWS)
-    merges[slot, Record.SPLIT] = split
-    merges[slot, Record.FIRST_ROW] = first_row
-    merges[slot, Record.ROWS] = rows
+    if used:
+        tile = work_tile_at(item, scheduler)
+        if tile.valid and tile.item == item:
+            split = tile.split
+            first_row = tile.base + tile.row
+            rows = cutlass.min(tile.rows - tile.row, ROWS)
+    records[slot, Record.SPLIT] = split
+    records[slot, Record.FIRST_ROW] = first_row
+    records[slot, Record.ROWS] = rows
 
 
 @cute.jit
-def record_nothing(merges: cute.Tensor, slot: Int32):
-    """Record that a slot will be empty."""
-    for column in Record:
-        merges[slot, column] = Int32(0)
-
-
-@cute.jit
-def watch_starts(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
+def watch_starts(
+    merges: cute.Tensor,
+    records: cute.Tensor,
+    shared: cutlass.Constexpr,
+    ctas: Int32,
+    cta: Int32,
+):
     """See all CTAs start and list what there is to merge; the watcher calls it."""
     lane = cute.arch.lane_idx()
     finished = shared.totals.iterator + Total.FINISHED
@@ -242,7 +271,7 @@ def watch_starts(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, ct
     cute.arch.fence_acq_rel_gpu()
     for slot in cutlass.range(lane, 2 * ctas, 32, unroll=2):
         for column in cutlass.range_constexpr(len(Record)):
-            shared.records[slot, column] = merges[slot, column]
+            shared.records[slot, column] = records[slot, column]
     cute.arch.sync_warp()
     count_tiles(shared, ctas, cta)
     cute.arch.barrier(barrier_id=Barrier.MERGE, number_of_threads=CONSUMERS + 32)

@@ -13,7 +13,6 @@ names. In a traced host entry the same tuples hold device pointers and numbers.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,8 +47,8 @@ class LatentOperands(NamedTuple):
             order, stride 1 in a row; None for causal order alone.
         scales: float32 of an 8-bit cache, `[pages, page]` or `[b, t]`, or `[1]` for all of it; None
             in 16 bits.
-        ranges: int32 `[RANGES_SIZE]` that the launches of a step share, see `StepRange` in
-            `scheduler.py`; None for a launch of its own.
+        schedule: int32 `[SCHEDULE_SIZE]` that launches share, see `schedule.py`; None where every
+            CTA finds its range itself.
         o_latent: output like `q_latent`, contiguous.
         lse: natural log-sum-exp, float32, like `q_latent` without the last dimension, contiguous.
     """
@@ -64,7 +63,7 @@ class LatentOperands(NamedTuple):
     cu_seqlens_q: Tensor | None
     tree: Tensor | None
     scales: Tensor | None
-    ranges: Tensor | None
+    schedule: Tensor | None
     o_latent: Tensor
     lse: Tensor
 
@@ -83,7 +82,7 @@ class LatentOperands(NamedTuple):
         tree: Tensor | None = None,
         o_latent: Tensor | None = None,
         scales: Tensor | None = None,
-        ranges: Tensor | None = None,
+        schedule: Tensor | None = None,
     ) -> LatentOperands:
         """The operands with new outputs of `rows` rows, such as `(b, s, h)`."""
         if o_latent is None:
@@ -91,7 +90,7 @@ class LatentOperands(NamedTuple):
         lse = q_latent.new_empty(tuple(rows), dtype=torch.float32)
         return cls(
             q_latent, q_rope, latent, rope, block_table, lengths, total_lengths, cu_seqlens_q, tree,
-            scales, ranges, o_latent, lse,
+            scales, schedule, o_latent, lse,
         )  # fmt: skip
 
     @property
@@ -138,8 +137,7 @@ class LatentSizes(NamedTuple):
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
         group_ctas, visits, group_count, cluster_ctas: see `GroupShape` in `groups.py`.
-        ranges_key: with `ranges`, a number that stands for all sizes which the ranges follow from.
-        ranges_ready: 1 if another launch of the step has written `ranges`.
+        scheduled: 1 if an earlier launch has written `schedule`.
         scales_page_stride: between the scales of two pages; 0 without scales per token.
     """
 
@@ -173,8 +171,7 @@ class LatentSizes(NamedTuple):
     visits: int
     group_count: int
     cluster_ctas: int
-    ranges_key: int = 0
-    ranges_ready: int = 0
+    scheduled: int
 
 
 class ProjectionOperands(NamedTuple):
@@ -208,13 +205,6 @@ class ProjectionSizes(NamedTuple):
     output_columns: int
 
 
-RANGE_SIZES = (
-    "requests", "queries", "heads", "total_rows", "max_tokens", "newest", "causal",
-    "sliding_window", "shards", "shard", "whole_items", "group_ctas", "visits", "group_count",
-    "cluster_ctas",
-)  # fmt: skip
-"""Sizes that a CTA's range and first work tile follow from, beside what the device holds."""
-
 LATENT_FIELDS = (*LatentOperands._fields, *Partials._fields, *LatentSizes._fields)
 """Arguments of the latent kernel's host entry, without the stream."""
 WHOLE_FIELDS = (*ProjectionOperands._fields, *ProjectionSizes._fields, *LATENT_FIELDS)
@@ -245,7 +235,7 @@ class LatentOptions:
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch: nothing is split, and one program serves all batches.
         sliding_window: see `LatentSizes`.
-        ranges_ready: see `LatentSizes`.
+        scheduled: see `LatentSizes`.
         sms: SMs to use; 0 for all of the device.
         overlap: "first" where the next call may run at the same time, on other SMs, "second" for
             that call; see `FlashMLASm90`.
@@ -260,7 +250,7 @@ class LatentOptions:
     shard: int = 0
     batch_invariant: bool = False
     sliding_window: int | None = None
-    ranges_ready: bool = False
+    scheduled: bool = False
     sms: int = 0
     overlap: str = ""
 
@@ -342,12 +332,8 @@ def latent_arguments(
         visits=shape.visits,
         group_count=shape.group_count,
         cluster_ctas=shape.cluster_ctas if may_cluster(options) else 1,
+        scheduled=int(options.scheduled),
     )
-    if operands.ranges is not None:
-        decisive = [getattr(sizes, name) for name in RANGE_SIZES]
-        given = [operand is not None for operand in (operands.total_lengths, operands.cu_seqlens_q)]
-        key = zlib.crc32(repr((decisive, given)).encode()) >> 1
-        sizes = sizes._replace(ranges_key=key, ranges_ready=int(options.ranges_ready))
     if tree is not None:  # a pointer to bytes
         operands = operands._replace(tree=tree.view(torch.uint8))
     return (*operands, *partials, *sizes)

@@ -46,7 +46,7 @@ class IndexTensors(NamedTuple):
         table: block table, or None.
         lengths: tokens per request.
         total_lengths, query_begins, tree: see `scheduler.Scheduler`; None where not given.
-        ranges: see `scheduler.StepRange`; None where not given.
+        schedule: `[CTAs, RANGE_WORDS]`, see `schedule.py`; None for ranges that CTAs find.
     """
 
     table: Any
@@ -54,7 +54,7 @@ class IndexTensors(NamedTuple):
     total_lengths: Any
     query_begins: Any
     tree: Any
-    ranges: Any
+    schedule: Any
 
     @classmethod
     def of(cls, operands: Any, sizes: Any) -> "IndexTensors":
@@ -74,7 +74,7 @@ class IndexTensors(NamedTuple):
             tensor(operands.total_lengths, requests),
             tensor(operands.cu_seqlens_q, requests + 1),
             tensor(operands.tree, (requests, queries, queries), tree_strides),
-            tensor(operands.ranges, (ctas, RANGE_WORDS), (RANGE_WORDS, 1)),
+            tensor(operands.schedule, (ctas, RANGE_WORDS), (RANGE_WORDS, 1)),
         )
 
 

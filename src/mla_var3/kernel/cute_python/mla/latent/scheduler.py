@@ -5,8 +5,6 @@ one query tile against the item's KV blocks.
 """
 
 import dataclasses
-import functools
-import operator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -17,7 +15,6 @@ from cutlass import Boolean, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     KV_BLOCK_BITS,
-    MOST_CTAS,
     MOST_TAKEN,
     RANGE_WORDS,
     ROWS,
@@ -89,68 +86,6 @@ class WorkTile:
         return cutlass.max((self.last - self.first + 1) >> 1, 1)
 
 
-RANGE_NUMBERS = "begin", "begin_block", "end", "end_block", "step", "total", "groups"
-RANGE_FLAGS = "halves", "splits", "balanced"
-TILE_NUMBERS = (
-    "item", "request", "queries", "row", "base", "rows", "length", "first", "last", "split",
-)  # fmt: skip
-"""Parts of a `WorkRange` and of a `WorkTile` that the launches of a step share. A flag more says
-whether the tile is valid."""
-HEAD_WORDS = RANGE_WORDS - MOST_TAKEN // 2
-"""Words of a CTA before its items: the key, the flags and these numbers."""
-
-
-@dataclass(frozen=True)
-class StepRange:
-    """The range and the first work tile of a CTA as the launches of a step share them.
-
-    The layers of a model attend to tokens of the same lengths. The launch of the first one finds
-    its ranges like any other and writes them. Later ones read them: they load KV blocks after fewer
-    steps, and less of their code, which is cold behind other kernels, is fetched. A key stands for
-    the sizes that ranges follow from. A launch that finds another one finds its range by itself.
-    Lengths and query counts are up to the caller.
-
-    Attributes:
-        memory: `[RANGE_WORDS]` words of the CTA: `HEAD_WORDS`, then the items of its group where
-            they are balanced.
-        words: the first of them in registers.
-        ctas, cta: CTAs of the launch, and this one.
-        key, ready: `ranges_key` and `ranges_ready` of `LatentSizes`.
-        known: whether the words are those of this launch.
-    """
-
-    memory: Any
-    words: Any
-    ctas: Any
-    cta: Any
-    key: Any
-    ready: Any
-    known: Any
-
-    @classmethod
-    def of(cls, ranges: cute.Tensor, cta: Any, key: Any, ready: Any) -> "StepRange":
-        """What an earlier launch has written for a CTA."""
-        memory = cute.make_tensor(
-            (ranges.iterator + cta * RANGE_WORDS).align(VECTOR_BITS // 8),
-            cute.make_layout(RANGE_WORDS),
-        )
-        words = cute.make_rmem_tensor(HEAD_WORDS, Int32)
-        cute.autovec_copy(cute.make_tensor(memory.iterator, cute.make_layout(HEAD_WORDS)), words)
-        known = is_known(words, key, ready)
-        return cls(memory, words, ranges.shape[0], cta, key, ready, known)
-
-    def numbers(self, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """The numbers of a range or a tile, and its flags, all the same in a warp."""
-        at = 2 if names is RANGE_NUMBERS else 2 + len(RANGE_NUMBERS)
-        words = (self.words[at + i] for i in range(len(names)))
-        return tuple(cute.arch.make_warp_uniform(word) for word in words)
-
-    def flags(self) -> tuple[Any, ...]:
-        """`RANGE_FLAGS`, and whether the tile is valid."""
-        flags = cute.arch.make_warp_uniform(self.words[1])
-        return tuple((flags & (1 << bit)) != 0 for bit in range(len(RANGE_FLAGS) + 1))
-
-
 @dataclass(frozen=True)
 class Scheduler:
     """What decides the work tiles of a CTA.
@@ -170,8 +105,7 @@ class Scheduler:
         rank: the CTA's place in its group.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
         taken: the group's items in shared memory where they may be balanced, see `balance.py`.
-        step: what the launches of a step share; None for a launch of its own.
-        first: the CTA's first work tile, with `step` only.
+        first: the CTA's first work tile where a schedule has it.
     """
 
     range: WorkRange
@@ -194,7 +128,6 @@ class Scheduler:
     rank: Any
     clusters: bool = False
     taken: Any = None
-    step: StepRange | None = None
     first: WorkTile | None = None
 
     @property
@@ -220,8 +153,6 @@ class Scheduler:
         group_ctas: Any,
         visits: Any,
         group_count: Any,
-        ranges_key: Any,
-        ranges_ready: Any,
         group: Any,
         rank: Any,
         clusters: bool = False,
@@ -233,8 +164,8 @@ class Scheduler:
         Args:
             index: `latent.ops.IndexTensors`.
             requests, queries, total_queries, heads, max_tokens, newest, causal, sliding_window,
-                shards, shard, whole_items, group_ctas, visits, group_count, ranges_key,
-                ranges_ready: as in the kernel's contract.
+                shards, shard, whole_items, group_ctas, visits, group_count: as in the kernel's
+                contract.
             group, rank: this CTA's.
             clusters: see the class.
             words, taken: shared memory for sorting items and for those that the group takes; None
@@ -250,24 +181,23 @@ class Scheduler:
         step = items = None
         if words is not None:
             items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
-        arguments = batch, whole_items, group_ctas, group, group_count, clusters, words, items
-        if index.ranges is None:
-            own = found_range(*arguments)
-        else:
+        items, first = None, None
+        if words is not None:
+            items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
+        if index.schedule is not None:
             cta = group * group_ctas + rank
-            step = StepRange.of(index.ranges, cta, ranges_key, ranges_ready)
-            own = step_range(step, arguments, items)
+            own, first = scheduled(index.schedule, cta)
+            if items is not None:
+                take_items(index.schedule, cta, items, own.balanced)
+        else:
+            own = work_range(batch, whole_items, group_ctas, group, group_count, clusters)
+            if words is not None:
+                own = balanced(batch, own, words, items, group_ctas, group, group_count)
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
             max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
-            clusters, items, step,
+            clusters, items, first,
         )  # fmt: skip
-
-    def with_first_tile(self) -> "Scheduler":
-        """The scheduler as the roles take it; all threads call it, behind a barrier of the CTA."""
-        if self.step is None:
-            return self
-        return dataclasses.replace(self, first=step_tile(self.step, self))
 
     def first_tile(self) -> WorkTile:
         """The CTA's first work tile."""
@@ -280,114 +210,41 @@ class Scheduler:
         return work_tile_at(tile.item + self.range.step, self)
 
 
-def found_range(
-    batch: Batch,
-    whole_items: Any,
-    group_ctas: Any,
-    group: Any,
-    group_count: Any,
-    clusters: bool,
-    words: Any,
-    taken: Any,
-) -> WorkRange:
-    """The range of a CTA group, from the lengths; arguments of `work_range` and `balanced`."""
-    own = work_range(batch, whole_items, group_ctas, group, group_count, clusters)
-    if words is None:
-        return own
-    return balanced(batch, own, words, taken, group_ctas, group, group_count)
+RANGE_NUMBERS = "begin", "begin_block", "end", "end_block", "step", "total", "groups"
+TILE_NUMBERS = (
+    "item", "request", "queries", "row", "base", "rows", "length", "first", "last", "split",
+)  # fmt: skip
+FLAGS = "halves", "splits", "balanced", "valid"
+"""Parts of a `WorkRange` and of its first `WorkTile` in a schedule, see `schedule.py`: a word for
+each number, then one for all flags."""
+RECORDS_AT = len(RANGE_NUMBERS) + len(TILE_NUMBERS) + 1
+"""Where the records of a CTA's partials begin among its words, see `merge.Record`."""
+ITEMS_AT = RANGE_WORDS - MOST_TAKEN // 2
+"""Where the items of its group begin."""
+
+
+def scheduled(schedule: cute.Tensor, cta: Int32) -> tuple[WorkRange, WorkTile]:
+    """The range and the first work tile of a CTA, from a schedule."""
+    count = -(-RECORDS_AT // 4) * 4
+    place = (schedule.iterator + cta * RANGE_WORDS).align(VECTOR_BITS // 8)
+    words = cute.make_rmem_tensor(count, Int32)
+    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(count)), words)
+    numbers = (cute.arch.make_warp_uniform(words[i]) for i in range(RECORDS_AT))
+    own = dict(zip((*RANGE_NUMBERS, *TILE_NUMBERS, "flags"), numbers, strict=True))
+    flags = own.pop("flags")
+    own |= {name: (flags & (1 << bit)) != 0 for bit, name in enumerate(FLAGS)}
+    tile = WorkTile(valid=own.pop("valid"), **{name: own.pop(name) for name in TILE_NUMBERS})
+    return WorkRange(**own), tile
 
 
 @cute.jit
-def is_known(words: cute.Tensor, key: Int32, ready: Int32) -> Boolean:
-    """Whether the words of a CTA are those of a launch with this key."""
-    return ready != 0 and cute.arch.make_warp_uniform(words[0]) == key
-
-
-@cute.jit
-def step_range(
-    step: cutlass.Constexpr, arguments: cutlass.Constexpr, taken: cutlass.Constexpr
-) -> WorkRange:
-    """The range of a CTA in a step; all threads of the CTA call it together.
-
-    Args:
-        step: `StepRange`.
-        arguments: those of `found_range`.
-        taken: the items of the group in shared memory, where they may be balanced.
-    """
-    begin, begin_block, end, end_block, stride, total, groups = step.numbers(RANGE_NUMBERS)
-    halves, splits, balances, _ = step.flags()
-    if not step.known:
-        own = found_range(*arguments)
-        begin, begin_block, end, end_block = own.begin, own.begin_block, own.end, own.end_block
-        stride, total, groups = own.step, own.total, own.groups
-        halves, splits, balances = Boolean(own.halves), own.splits, Boolean(own.balanced)
-    elif balances:
-        copy_items(step, taken, False)
-    return WorkRange(
-        begin, begin_block, end, end_block, stride, total, groups, halves, splits,
-        balanced=balances,
-    )  # fmt: skip
-
-
-@cute.jit
-def step_tile(step: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> WorkTile:
-    """The first work tile of a CTA in a step. The first launch writes it, and its range.
-
-    It also takes back what launches of more CTAs wrote in steps before.
-    """
-    item, request, queries, row, base, rows, length, first, last, split = step.numbers(TILE_NUMBERS)
-    *_, valid = step.flags()
-    if not step.known:
-        tile = work_tile_at(scheduler.range.begin, scheduler)
-        item, valid, request, queries, row = (
-            tile.item, tile.valid, tile.request, tile.queries, tile.row,
-        )  # fmt: skip
-        base, rows, length, first, last, split = (
-            tile.base, tile.rows, tile.length, tile.first, tile.last, tile.split,
-        )  # fmt: skip
-        if step.ready == 0:
-            write_step(step, scheduler, tile)
-    return WorkTile(item, valid, request, queries, row, base, rows, length, first, last, split)
-
-
-@cute.jit
-def write_step(step: cutlass.Constexpr, scheduler: cutlass.Constexpr, tile: cutlass.Constexpr):
-    """Write what the other launches of the step read; all threads call it."""
+def take_items(schedule: cute.Tensor, cta: Int32, taken: cute.Tensor, balanced: Boolean):
+    """The items of a CTA's group where they are `balanced`; all threads of the CTA call it."""
     thread, _, _ = cute.arch.thread_idx()
-    if thread == 0:
-        words = cute.make_rmem_tensor(HEAD_WORDS, Int32)
-        for place, word in enumerate(head_words(step.key, scheduler.range, tile)):
-            words[place] = word
-        head = cute.make_tensor(step.memory.iterator, cute.make_layout(HEAD_WORDS))
-        cute.autovec_copy(words, head)
-    if step.cta == 0 and thread >= step.ctas and thread < MOST_CTAS:
-        step.memory[thread * RANGE_WORDS] = Int32(0)
-    if const_expr(scheduler.taken is not None):
-        if scheduler.range.balanced:
-            copy_items(step, scheduler.taken, True)
-
-
-def head_words(key: Int32, own: WorkRange, tile: WorkTile) -> list[Any]:
-    """The words of a CTA before its items."""
-    flags = [*(getattr(own, name) for name in RANGE_FLAGS), tile.valid]
-    bits = [(Boolean(flag).to(Int32) & 1) << place for place, flag in enumerate(flags)]
-    numbers = [getattr(own, name) for name in RANGE_NUMBERS]
-    numbers += [getattr(tile, name) for name in TILE_NUMBERS]
-    words = [key, functools.reduce(operator.or_, bits), *numbers]
-    return [Int32(word) for word in (*words, *[0] * (HEAD_WORDS - len(words)))]
-
-
-@cute.jit
-def copy_items(step: cutlass.Constexpr, taken: cutlass.Constexpr, out: cutlass.Constexpr):
-    """Copy the items of the group from shared memory to the step's memory (`out`), or back."""
-    if const_expr(taken is not None):
-        thread, _, _ = cute.arch.thread_idx()
-        items = cute.recast_tensor(taken, Int32)
+    items = cute.recast_tensor(taken, Int32)
+    if balanced:
         for place in cutlass.range(thread, MOST_TAKEN // 2, THREADS, unroll=1):
-            if const_expr(out):
-                step.memory[HEAD_WORDS + place] = items[place]
-            else:
-                items[place] = step.memory[HEAD_WORDS + place]
+            items[place] = schedule[cta, ITEMS_AT + place]
 
 
 @cute.jit

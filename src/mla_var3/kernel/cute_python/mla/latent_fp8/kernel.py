@@ -41,6 +41,7 @@ from mla_var3.kernel.cute_python.mla.latent.merge import (
     merge_rows,
     merge_shared,
     open_merge,
+    records_of,
     reset_merge,
     watch_starts,
 )
@@ -256,8 +257,6 @@ class LatentFp8Sm90(ClusterHost):
             sizes.group_ctas,
             sizes.visits,
             sizes.group_count,
-            sizes.ranges_key,
-            sizes.ranges_ready,
             key_layout,
             rope_layout,
             q_layout,
@@ -292,7 +291,7 @@ class LatentFp8Sm90(ClusterHost):
         total_lengths: cute.Tensor | None,
         query_begins: cute.Tensor | None,
         tree: cute.Tensor | None,
-        ranges: cute.Tensor | None,
+        schedule: cute.Tensor | None,
         o_latent: cute.Pointer,
         lse: cute.Tensor,
         o_partial: cute.Pointer,
@@ -319,8 +318,6 @@ class LatentFp8Sm90(ClusterHost):
         group_ctas: Int32,
         visits: Int32,
         group_count: Int32,
-        ranges_key: Int32,
-        ranges_ready: Int32,
         key_layout: cute.ComposedLayout,
         rope_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
@@ -350,18 +347,16 @@ class LatentFp8Sm90(ClusterHost):
             if const_expr(self.per_token):
                 cpasync.prefetch_descriptor(scale_copy)
         scheduler = Scheduler.of(
-            IndexTensors(table, lengths, total_lengths, query_begins, tree, ranges), requests,
+            IndexTensors(table, lengths, total_lengths, query_begins, tree, schedule), requests,
             queries, total_queries, heads, max_tokens, newest, causal, sliding_window, shards,
-            shard, whole_items, group_ctas, visits, group_count, ranges_key, ranges_ready, group,
-            rank, self.clusters,
+            shard, whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
-        scheduler = scheduler.with_first_tile()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
-            open_merge(merges, ctas, cta, scheduler)
+            open_merge(merges, ctas, cta, scheduler, schedule)
 
         def tiles(memory, layout):
             return memory.get_tensor(layout.outer, swizzle=layout.inner)
@@ -396,7 +391,7 @@ class LatentFp8Sm90(ClusterHost):
                 produce(cache, blocks, barriers, scheduler, first_block, self.early)
             elif warp_index == WATCHER_WARP:
                 if splits:
-                    watch_starts(merges, merge, ctas, cta)
+                    watch_starts(merges, records_of(merges, schedule, ctas), merge, ctas, cta)
             else:
                 compute_means(means, store.keys.data_ptr(), scales, barriers)
         else:
