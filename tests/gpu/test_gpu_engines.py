@@ -226,9 +226,10 @@ def attend_alone_and(step: paged.Step, layer: Batch) -> None:
     ],
 )
 def test_layers_of_a_step_share_their_ranges(counts, lengths, h, eight_bits) -> None:
-    memory = paged.Step.memory("cuda").random_(-(2**31), 2**31 - 1)
+    step = paged.Step("cuda")
+    step._memory.random_(-(2**31), 2**31 - 1)
     for shorter in (1, 2):
-        step = paged.Step(memory)
+        step = step.next()
         for seed in range(3):
             tokens = [length // shorter for length in lengths]
             layer = layer_of(seed, counts, tokens, h, eight_bits)
@@ -242,12 +243,11 @@ def test_layers_of_a_step_share_their_ranges(counts, lengths, h, eight_bits) -> 
 
 def test_a_step_takes_nothing_from_the_one_before() -> None:
     """Also not ranges of more CTAs than its first launch has."""
-    memory, counts = paged.Step.memory("cuda"), [1] * 16
-    lengths = [1000 + 211 * i for i in range(16)]
-    before = paged.Step(memory)
+    counts, lengths = [1] * 16, [1000 + 211 * i for i in range(16)]
+    before = paged.Step("cuda")
     for seed in range(2):
         attend_alone_and(before, layer_of(seed, counts, lengths, 128, False))
-    step = paged.Step(memory)
+    step = before.next()
     for heads in (16, 128):
         attend_alone_and(step, layer_of(heads, counts, lengths[::-1], heads, False))
 
@@ -259,7 +259,7 @@ def test_a_graph_of_a_step_follows_the_lengths() -> None:
     for layer in layers:
         layer.lengths = shared
     outs = [torch.zeros_like(layer.q[..., :K]) for layer in layers]
-    step = paged.Step(paged.Step.memory("cuda"))
+    step = paged.Step("cuda")
     pages = [paged.Pages.of(layer.cache, K) for layer in layers]
 
     def attend() -> None:

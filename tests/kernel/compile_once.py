@@ -90,6 +90,8 @@ VARIANTS: dict[str, Variant] = {
         for fmt in FP8_FORMATS
         for columns in (16, 64)
     },
+    "schedule": (LATENT, "bfloat16", {"schedule": True}, {}),
+    "latent fp8, 64 columns, schedule": (LATENT_FP8, "fp8", {"columns": 64, "schedule": True}, {}),
     "latent fp8, float16": (LATENT_FP8, "fp8", {"columns": 64, "dtype": torch.float16}, {}),
 }
 """A ring is a plan of `RING` on a window that is one. The projections of whole calls have no plan:
@@ -115,6 +117,7 @@ HOST: dict[str, dict[str, Any]] = {
     "latent fp8, 16 columns": WITHOUT,
     "latent fp8, 64 columns": WITH,
     "latent fp8, float16": WITHOUT,
+    "latent fp8, 64 columns, schedule": WITHOUT,
 }
 """What the host code of a variant is told. A latent program has two kernels, without and with
 clusters; one of them is compiled where other variants have the other."""
@@ -253,16 +256,32 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     return kernel_without_plan(getattr(type(host), wanted), host, arguments)
 
 
-def fp8_kernel(fmt: str, columns: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The latent kernel on pages of an 8-bit format, as whole calls launch it."""
+def scheduled_kernel() -> Any:
+    """The latent kernel with a schedule, as layers of a step launch it."""
+    from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
+    from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
+
+    from . import noted_launch
+
+    operands = noted_launch.paged_operands("meta", 4, 2, 64, schedule=True)
+    host = FlashMLASm90(ELEMENT_TYPES[torch.bfloat16])
+    kernel = kernel_without_plan(FlashMLASm90.flash_mla, host, noted_launch.arguments(operands))
+    kernel.tiling = FlashMLATiling()
+    return kernel
+
+
+def fp8_kernel(
+    fmt: str, columns: int, dtype: torch.dtype = torch.bfloat16, schedule: bool = False
+) -> Any:
+    """The latent kernel on pages of an 8-bit format, as whole calls or layers launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
 
     from . import noted_launch
 
-    operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt, dtype)
+    operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt, dtype, schedule)
     per_token = fmt == "fp8_per_token"
-    host = LatentFp8Sm90(ELEMENT_TYPES[dtype], columns, per_token, early=True)
+    host = LatentFp8Sm90(ELEMENT_TYPES[dtype], columns, per_token, early=not schedule)
     return kernel_without_plan(LatentFp8Sm90.latent_fp8, host, noted_launch.arguments(operands))
 
 
@@ -307,7 +326,9 @@ def main(names: list[str]) -> None:
             cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
             continue
         wanted, name, fields, tiling = VARIANTS[variant]
-        if hasattr(torch, name):
+        if wanted == LATENT and fields.get("schedule"):
+            kernel = scheduled_kernel()
+        elif hasattr(torch, name):
             kernel = projection_kernel(wanted, name, **fields)
         elif wanted == LATENT_FP8:
             kernel = fp8_kernel(name, **fields)

@@ -269,14 +269,20 @@ def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(compile
 
 
 @pytest.mark.slow
-def test_every_way_to_launch_is_one_launch(compiled, repo_root, package_environment, tmp_path):
+def test_every_way_to_launch(compiled, repo_root, package_environment, tmp_path):
     """The real host code on a driver that only records: grid, shared memory, stream, attributes."""
     launches = noted_launches(
         noted_launch.__name__, repo_root, package_environment, tmp_path, compiled.cache
     )
     shape = group_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
-    assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
+    assert len(launches) == 6 and launches[1:3] == 2 * launches[:1]
     launch = launches[0]
+    # In front of the first layer of a step, a kernel finds the schedule.
+    schedule, *layers = launches[3:]
+    assert (schedule["grid"], schedule["block"]) == (launch["grid"], launch["block"])
+    assert schedule["shared"] < layers[0]["shared"]
+    assert layers == 2 * layers[:1]
+    assert all(one["attributes"][str(OVERLAP)] == 0 for one in (schedule, *layers))
     assert (launch["grid"], launch["block"]) == (
         [shape.group_ctas, shape.group_count, 1],
         [THREADS, 1, 1],

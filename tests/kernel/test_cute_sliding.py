@@ -5,6 +5,7 @@ Without their decorators the functions of the tile scheduler are Python, see `te
 
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
-from mla_var3.kernel.cute_python.mla.latent import balance, mask, merge, producer, ranges
+from mla_var3.kernel.cute_python.mla.latent import (
+    balance,
+    mask,
+    merge,
+    producer,
+    ranges,
+    schedule,
+)
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -62,12 +70,9 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Int32", int)
     for module in (mask, device, merge):
         monkeypatch.setattr(module, "Boolean", bool)
-    monkeypatch.setattr(merge, "Int64", int)
     monkeypatch.setattr(merge, "work_tile_at", device.work_tile_at)
     monkeypatch.setattr(merge, "record_partial", as_written(merge.record_partial))
-    monkeypatch.setattr(merge, "record_nothing", as_written(merge.record_nothing))
-    monkeypatch.setattr(merge, "state_pointer", lambda *place: None)
-    monkeypatch.setattr(merge.cute.arch, "store", lambda *given, **how: None)
+    monkeypatch.setattr(merge, "record_partials", as_written(merge.record_partials))
 
 
 def visible(scheduler: Scheduler, tile: Any, row: int) -> int:
@@ -267,7 +272,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
             )  # fmt: skip
             recorded: dict[tuple[int, int], int] = {}
             cta = group * ctas + rank
-            as_written(merge.open_merge)(recorded, shape.ctas, cta, scheduler)
+            merge.record_partials(recorded, cta, scheduler)
             written = {}
             tile = scheduler.first_tile()
             while tile.valid:
@@ -280,6 +285,66 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
             for slot in (2 * cta, 2 * cta + 1):
                 found = [recorded[slot, column] for column in merge.Record]
                 assert found == written.get(slot, [0, *found[1:]])
+
+
+class Memory:
+    """A schedule, and the pointers into it that device code makes."""
+
+    def __init__(self) -> None:
+        self.words: dict[int, int] = {}
+        self.iterator = self
+        self.at = 0
+
+    def __setitem__(self, place: tuple[int, int], word: int) -> None:
+        assert place[1] < device.RECORDS_AT
+        self.words[place[0] * device.RANGE_WORDS + place[1]] = word
+
+    def __add__(self, words: int) -> Any:
+        return SimpleNamespace(align=lambda size: [*range(words, words + device.RANGE_WORDS)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_schedule_holds_ranges_and_first_tiles(data):
+    """What a CTA reads there is what it would find."""
+    draw, memory = data.draw, Memory()
+
+    def copy_words(places: list[int], into: list[int]) -> None:
+        into[:] = [memory.words.get(place, -1) for place in places[: len(into)]]
+
+    stand_in = SimpleNamespace(
+        make_rmem_tensor=lambda count, kind: [0] * count, make_layout=lambda shape: None,
+        make_tensor=lambda place, layout: place, autovec_copy=copy_words,
+        arch=SimpleNamespace(make_warp_uniform=lambda number: number),
+    )  # fmt: skip
+    counts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+    lengths = [draw(st.integers(0, 4000)) for _ in counts]
+    queries, begins = max(*counts, 1), list(itertools.accumulate(counts, initial=0))
+    shape = GroupShape(draw(st.integers(1, 3)), 3, draw(st.integers(1, 40)))
+    borders = list(itertools.pairwise(range_begins(lengths, shape)))
+    flags = [[draw(st.booleans()) for _ in range(3)] for _ in borders]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "Int32", int)
+        patch.setattr(schedule, "Boolean", lambda flag: Number(bool(flag)))
+        patch.setattr(device, "cute", stand_in)
+        found = []
+        for group, ((begin, end), (halves, splits, balances)) in enumerate(
+            zip(borders, flags, strict=True)
+        ):
+            own = WorkRange(
+                *begin, *end, 1, draw(st.integers(0, 2**31 - 1)), 7, halves, splits,
+                balanced=balances,
+            )  # fmt: skip
+            for rank in range(shape.group_ctas):
+                scheduler = Scheduler(
+                    own, lengths, None, begins, None, queries, begins[-1], 16, 4096,
+                    shape.group_ctas, 3, 0, 1, 1, 0, None, group, rank,
+                )  # fmt: skip
+                cta = group * shape.group_ctas + rank
+                as_written(schedule.write_range)(memory, cta, scheduler)
+                found.append((cta, own, scheduler.first_tile()))
+        for cta, own, tile in found:
+            assert device.scheduled(memory, cta) == (own, tile)
 
 
 @pytest.mark.parametrize(

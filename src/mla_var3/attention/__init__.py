@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mla_var3.attention.request.masks import tree_ancestors
     from mla_var3.attention.request.shape import CallShape
     from mla_var3.attention.select.choice import Explanation
+    from mla_var3.attention.step import Step
 
 __all__ = [
     "CacheView",
@@ -25,6 +26,7 @@ __all__ = [
     "LatentCache",
     "PrefixGroups",
     "PrefixLayout",
+    "Step",
     "decompress_prefixes",
     "explain",
     "find_shared_prefixes",
@@ -43,6 +45,7 @@ _HOMES = {
     "LatentCache": "cache.latent_cache",
     "PrefixGroups": "prefix.groups",
     "PrefixLayout": "prefix.layout",
+    "Step": "step",
     "decompress_prefixes": "prefix.decompressed",
     "explain": "call",
     "find_shared_prefixes": "prefix.find",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,13 +13,20 @@ from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.execute import execute as run
 from mla_var3.attention.execute import spec_for
 from mla_var3.attention.prefix.layout import Prefix, sharing
-from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
+from mla_var3.attention.replay.key import (
+    CallKey,
+    find_replay,
+    latent_key,
+    whole_key,
+    with_options,
+)
 from mla_var3.attention.replay.replay import keep_replay
 from mla_var3.attention.request.checks import debug_on
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
 from mla_var3.attention.select.choice import Explanation, choose
+from mla_var3.attention.step import Step
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.workflow import planning_device
@@ -31,7 +38,7 @@ _is_compiling = torch.compiler.is_compiling
 # Asked in every call. Other tracers bring tensors of a class of their own, which have no key.
 is_traced, checks_values = torch.compiler.is_dynamo_compiling, debug_on
 
-_OPTION_NAMES = tuple(field.name for field in fields(Options))
+_OPTION_NAMES = tuple(field.name for field in fields(Options) if "schedule" not in field.name)
 _SIZE_NAMES = tuple(field.name for field in fields(CallShape))
 
 
@@ -154,6 +161,7 @@ def mla_latent_attention(
     d: int = HEAD_WIDTH,
     kernel: str = AUTO,
     prefix: Prefix | None = None,
+    step: Step | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent attention alone, for engines that do the projections themselves.
@@ -166,28 +174,37 @@ def mla_latent_attention(
         d: head width without rope, for the default scale `(d + p) ** -0.5`.
         kernel: as for `mla_attention`.
         prefix: as for `mla_attention`.
+        step: the forward pass that the call is part of, so that its layers share a schedule. It
+            changes no result. Not used with a prefix.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
             `max_q`, `tree_mask`, `max_kv`, `total_lengths`, `shards`, `shard`, `batch_invariant`
-            and `sliding_window`, as for `mla_attention`. And `schedule`, int32 memory in which the
-            kernel writes how it has divided the work; with `scheduled` it reads there what an
-            earlier call on the stream has written, for the same lengths and query counts. See
-            `integrations.paged.Step`.
+            and `sliding_window`, as for `mla_attention`.
 
     Returns:
         The latent output, of the shape of `q_latent`, and the LSE, float32.
     """
-    key = None
+    key = result = None
+    given = options
     if prefix is not None and sharing(prefix):
-        options["prefix"] = prefix
+        given = {**options, "prefix": prefix}
+        step = None
     if not (is_traced() or checks_values()):
-        key = latent_key(q_latent, q_rope, cache, d, kernel, options)
+        key = latent_key(q_latent, q_rope, cache, d, kernel, given)
+    if step is not None:
+        shared = step.options(key)
+        if key is not None:
+            given, key = {**given, **shared}, with_options(key, shared)
+    if key is not None:
         replay = find_replay(key)
-        if replay is not None and key is not None:
-            result: tuple[torch.Tensor, torch.Tensor] | None = replay.attend(key[1])
-            if result is not None:
-                return result
-    task = latent_task(q_latent, q_rope, cache, _options(options), d)
-    return _execute_and_keep(task, kernel, key, cache, options)
+        if replay is not None:
+            result = replay.attend(key[1])
+    if result is None:
+        _require_names(options)
+        task = latent_task(q_latent, q_rope, cache, Options(**given), d)
+        result = _execute_and_keep(task, kernel, key, cache, given)
+    if step is not None:
+        step.done()
+    return result
 
 
 def explain(
@@ -253,10 +270,14 @@ def _execute_and_keep(
 
 
 def _options(given: dict[str, Any]) -> Options:
+    _require_names(given)
+    return Options(**given)
+
+
+def _require_names(given: Iterable[str]) -> None:
     for name in given:
         if name not in _OPTION_NAMES:
             raise UnknownNameError("option", name, _OPTION_NAMES)
-    return Options(**given)
 
 
 def _shape_of(sizes: dict[str, Any]) -> CallShape:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from mla_var3.attention import CacheView, explain, mla_latent_attention
+from mla_var3.attention import Step as Step  # engines find what they need here
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_device, require_tensor
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
-from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
 from mla_var3.op.mla.cache_formats import BYTE_DTYPES, PER_TENSOR
 from mla_var3.op.mla.problem import require_int
@@ -83,49 +83,6 @@ class Pages:
         return cls(parts.latent, parts.rope, parts.scales)
 
 
-class Step:
-    """What the layers of one forward pass share: how the kernel divides their work over the SMs.
-
-    The first layer's call finds it, from the lengths on the device; the others read it. Layers must
-    attend with the same lengths and query counts, one after another on one stream. Make a step for
-    every pass, or use one again for another pass of the same layers in the same order. Layers may
-    differ in heads and options: where one differs from the layer before, its call finds it again.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        """Begin a pass.
-
-        Args:
-            memory: As `memory` makes it. Passes may share it if they run one after another. CUDA
-                graphs keep its address.
-        """
-        self._memory = memory
-        self._first: Pages | None = None
-        self._key: tuple[Any, ...] | None = None
-
-    @staticmethod
-    def memory(device: torch.device | str) -> torch.Tensor:
-        """Memory for steps."""
-        return torch.zeros(SCHEDULE_SIZE, dtype=torch.int32, device=device)
-
-    def options(self, pages: Pages, key: tuple[Any, ...]) -> dict[str, Any]:
-        """Those of `mla_latent_attention` for a layer.
-
-        Args:
-            pages: The layer's cache; that of the first layer begins a pass.
-            key: What the division follows from, beside lengths and query counts.
-        """
-        if self._first is None:
-            self._first = pages
-        scheduled = pages is not self._first and key == self._key
-        self._key = key if scheduled else None
-        return {"schedule": self._memory, "scheduled": scheduled}
-
-    def done(self, key: tuple[Any, ...]) -> None:
-        """The layer's call has been made."""
-        self._key = key
-
-
 def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether a cache is another memory than the one that is known, or another view of it."""
     return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
@@ -174,7 +131,7 @@ def paged_attention(
         shards: ranks that share the tokens of a request.
         shard: this rank.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
-        step: what the layers of a forward pass share; None for a call of its own.
+        step: the forward pass, whose layers share a schedule; None for a call of its own.
         kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
 
     Returns:
@@ -203,11 +160,7 @@ def paged_attention(
     if batch_invariant:
         options["batch_invariant"] = True
     if step is not None:
-        key = (
-            tokens, h, max_q, lengths.shape, block_table.shape, pages.latent.shape[1],
-            query_start_loc is None, causal, total_lengths is None, shards, shard, batch_invariant,
-        )  # fmt: skip
-        options |= step.options(pages, key)
+        options["step"] = step
     if query_start_loc is None:
         b = lengths.shape[0]
         if tokens != b * max_q:
@@ -218,8 +171,6 @@ def paged_attention(
             q_latent.unflatten(0, shape[:2]), q_rope.unflatten(0, shape[:2]), view, kernel=kernel,
             scale=scale, causal=causal, tree_mask=tree_mask, out=into, **options,
         )  # fmt: skip
-        if step is not None:
-            step.done(key)
         return output.view(tokens, h, k), lse.view(tokens, h) if return_lse else None
     rows = slice(None)
     if not q_latent.is_cuda:  # PyTorch would write the rows that no request has
@@ -232,8 +183,6 @@ def paged_attention(
         tree_mask=tree_mask, cu_seqlens_q=query_start_loc, max_q=max(max_q, 1),
         out=None if out is None else out[rows], **options,
     )  # fmt: skip
-    if step is not None:
-        step.done(key)
     if out is None:
         return output, lse if return_lse else None
     if return_lse and lse.shape[0] < tokens:
@@ -319,7 +268,7 @@ def warm_up(
                 tree_mask=torch.ones((b, s, s), dtype=torch.bool, device=device) if tree else None,
                 total_lengths=ints(s, s) if shards > 1 else None, shards=shards,
                 batch_invariant=batch_invariant, kernel=kernel,
-                step=Step(Step.memory(device)) if step else None,
+                step=Step(device) if step else None,
             )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "mla_var3.integrations.sglang.backend", raising=False)
     made = importlib.import_module("mla_var3.integrations.sglang.backend")
     found = object.__new__(made.HyperMLABackend)
-    found._step, found._step_memory = None, None
+    found._step, found._step_metadata = made.paged.Step("cpu"), None
     found.draft_tokens, found.page_size, found.device = S, 64, torch.device("cpu")
     found._batch_invariant = False
     found._first_tokens = torch.zeros((8, 2), dtype=torch.int32)

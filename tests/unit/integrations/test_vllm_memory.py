@@ -101,7 +101,7 @@ def test_programs_are_those_of_the_layers(
     monkeypatch.setattr(
         backend.paged, "latent_crossover", lambda h, *given: compiled.append((h, given)) or 2
     )
-    monkeypatch.setattr(backend.paged.Step, "memory", lambda device: None)
+    monkeypatch.setattr(backend.paged, "Step", lambda device: None)
     spec = SimpleNamespace(head_size=576, block_size=64, dtype=dtype)
     config = settings({"layer": SimpleNamespace(**layer)}, cache_dtype)
     backend.HyperMLAMetadataBuilder(spec, ["layer"], config, torch.device("cuda"))

@@ -79,7 +79,9 @@ def latent_key(
         )
     if key is not None and view is not None and view.scales is not None:
         key = (*key[0], "scales"), (*key[1], view.scales)
-    return _with_options(key, options, getattr(view, "lengths", None)) if options else key
+    if key is None or not options:
+        return key
+    return with_options(key, options, getattr(view, "lengths", None))
 
 
 def whole_key(
@@ -109,7 +111,9 @@ def whole_key(
     if key is not None and view is not None and _holds_more(view):
         present = _further_parts(view)
         key = (*key[0], *present), (*key[1], *present.values())
-    return _with_options(key, options, getattr(view, "lengths", None)) if options else key
+    if key is None or not options:
+        return key
+    return with_options(key, options, getattr(view, "lengths", None))
 
 
 def tensor_names(key: CallKey, cache: Any, options: Mapping[str, Any]) -> list[str]:
@@ -142,15 +146,13 @@ def _pair_key(cache: Any, values: Values, queries: Tensors) -> CallKey | None:
     return values, (*queries, *cache)
 
 
-def _with_options(
-    key: CallKey | None, options: Mapping[str, Any], lengths: torch.Tensor | None
-) -> CallKey | None:
+def with_options(
+    key: CallKey, options: Mapping[str, Any], lengths: torch.Tensor | None = None
+) -> CallKey:
     """A key with the options: their names, the types and values of plain ones, the tensors.
 
     Lengths that are those of the cache are not added again: no check accepts a tensor twice.
     """
-    if key is None:
-        return None
     values, tensors = key
     for name, value in options.items():
         if name == "prefix":

@@ -39,7 +39,8 @@ class AttentionTask:
         batch_invariant: whether a request's result must not depend on the rest of the batch.
         sliding_window: newest tokens, up to itself, that a query sees; None for all.
         prefix: which requests share their first tokens; None where the call does not say.
-        schedule, scheduled: what the calls of a step share, see `mla_latent_attention`.
+        schedule: memory that the calls of a `Step` share; None for a call of its own.
+        scheduled: whether the schedule of this call is there.
         out: where the output goes; None for a new tensor.
         empty_positive: whether a query that sees no token has an LSE of +inf, as in
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.

@@ -28,11 +28,9 @@ from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 from mla_var3.op.mla.problem import MOST, require_int, require_scale
 from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
-from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 """What the calls take as `cache`: ours, a view of a foreign cache, or `(c_kv, k_rope)`."""
@@ -40,7 +38,10 @@ Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """The optional arguments that both public calls share; see `mla_attention`."""
+    """The optional arguments that both public calls share; see `mla_attention`.
+
+    The last two are those of a `Step`.
+    """
 
     lengths: torch.Tensor | Sequence[int] | None = None
     causal: bool = True
@@ -224,7 +225,7 @@ def _task(
     out_width: int,
 ) -> AttentionTask:
     device, b = q.device, view.requests
-    for name in ("causal", "batch_invariant", "scheduled"):
+    for name in ("causal", "batch_invariant"):
         flag = getattr(options, name)
         if not isinstance(flag, bool):
             raise InvalidArgumentError(name, "True or False", repr(flag))
@@ -288,12 +289,8 @@ def _task(
         if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
             got = f"strides {out.stride()}, as of an expanded tensor"
             raise InvalidArgumentError("out", "a place of its own for every value", got)
-    if options.schedule is not None:
-        words = [(f"words from {SCHEDULE_SIZE}", max(SCHEDULE_SIZE, options.schedule.numel()))]
-        require_tensor("schedule", options.schedule, words, [torch.int32], device)
-        if not options.schedule.is_contiguous() or options.schedule.data_ptr() % ALIGNMENT_BYTES:
-            expected = f"contiguous, at a multiple of {ALIGNMENT_BYTES} bytes"
-            raise InvalidArgumentError("schedule", expected, "another layout")
+    if options.schedule is not None and options.schedule.device != device:
+        raise InvalidArgumentError("step", f"one on {device}", options.schedule.device)
     if options.scale is not None:
         require_scale(options.scale)
     window = options.sliding_window
@@ -315,7 +312,7 @@ def _task(
         batch_invariant=options.batch_invariant,
         sliding_window=None if window is None else min(window, MOST // 2),
         prefix=prefix,
-        schedule=options.schedule if prefix is None else None,
+        schedule=options.schedule,
         scheduled=options.scheduled,
         out=out,
     )

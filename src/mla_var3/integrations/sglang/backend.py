@@ -85,8 +85,10 @@ class HyperMLABackend(AttentionBackend):
         pages = -(-(config.context_len + self.draft_tokens) // self.page_size)
         # A view: the first token of each page of each request.
         self._first_tokens = runner.req_to_token_pool.req_to_token[:, :: self.page_size][:, :pages]
-        self._step_memory = paged.Step.memory(self.device)
-        self._step: tuple[Metadata, paged.Step] | None = None
+        # A draft has one layer, for which a schedule that layers share costs more than it saves.
+        draft = getattr(runner, "is_draft_worker", False)
+        self._step = None if draft else paged.Step(self.device)
+        self._step_metadata: Metadata | None = None
         self._layers: dict[int, tuple[torch.Tensor, paged.Pages]] = {}
         self._graph: Metadata | None = None
         self._verify_mask: Any = None
@@ -112,7 +114,7 @@ class HyperMLABackend(AttentionBackend):
                     p=runner.model_config.qk_rope_head_dim,
                     cache_dtype=E4M3 if self.data_type is E4M3 else None,
                     page_size=self.page_size, packed=False, tree=tree,
-                    batch_invariant=self._batch_invariant, step=True,
+                    batch_invariant=self._batch_invariant, step=self._step is not None,
                 )  # fmt: skip
         _log_start(heads, torch.cuda.get_device_name(self.device), self.page_size)
 
@@ -293,11 +295,11 @@ class HyperMLABackend(AttentionBackend):
         else:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
 
-    def _step_of(self, meta: Metadata) -> paged.Step:
-        """What the layers share in a forward pass with this metadata."""
-        if self._step is None or self._step[0] is not meta:
-            self._step = meta, paged.Step(self._step_memory)
-        return self._step[1]
+    def _step_of(self, meta: Metadata) -> paged.Step | None:
+        """The forward pass with this metadata, whose layers share a schedule."""
+        if self._step is not None and self._step_metadata is not meta:
+            self._step_metadata, self._step = meta, self._step.next()
+        return self._step
 
     def _pages(self, layer: Any) -> paged.Pages:
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)

@@ -153,12 +153,12 @@ class HyperMLADecodeMetadata(MLACommonDecodeMetadata):
     Attributes:
         query_start_loc: int32 `[b+1]`, first query token of each request.
         max_query_len: upper bound on the query tokens of a request.
-        step: what the layers share.
+        step: the forward pass, whose layers share a schedule.
     """
 
     query_start_loc: torch.Tensor
     max_query_len: int
-    step: paged.Step
+    step: paged.Step | None
 
 
 @dataclass
@@ -193,7 +193,8 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=interleaved),
         )  # fmt: skip
         self._decode_queries = decode_queries(vllm_config)
-        self._step_memory = paged.Step.memory(device)
+        # A schedule that one layer alone reads costs more than it saves.
+        self._step = paged.Step(device) if len(layer_names) > 1 else None
         forget_caches(vllm_config, layer_names)
         # The decode metadata are views of the runner's persistent tensors. Under DCP the local
         # lengths are not, so a captured draft step would read stale ones.
@@ -207,7 +208,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
                 cache_dtype=E4M3 if eight_bits else None,
                 page_size=kv_cache_spec.block_size,
                 shards=self.dcp_world_size if interleaved else 1,
-                batch_invariant=batch_invariant(), step=True,
+                batch_invariant=batch_invariant(), step=self._step is not None,
             )  # fmt: skip
         _log_start(heads, self.reorder_batch_threshold, name or "cpu")
 
@@ -242,7 +243,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             query_start_loc=query_start_loc_device,
             max_query_len=max(most, 1),
-            step=paged.Step(self._step_memory),
+            step=None if self._step is None else self._step.next(),
         )
 
 

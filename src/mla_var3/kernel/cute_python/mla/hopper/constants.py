@@ -38,8 +38,8 @@ CONSUMER_REGISTERS = 232
 numbers together use all of them: 2 * 232 + 40 = 3 * 168."""
 
 MOST_CTAS = 144
-"""Most CTAs of a launch of the latent kernel, one for each SM: as many as the largest chip of compute
-capability 9.0."""
+"""Most CTAs of a launch of the latent kernel, one for each SM: as many as the largest chip of
+compute capability 9.0."""
 MOST_TAKEN = 256
 """Items of one CTA group where they are balanced, and their end (`latent/balance.py`)."""
 RANGE_WORDS = 28 + MOST_TAKEN // 2

@@ -54,9 +54,7 @@ class ClusterHost(ABC):
     @cute.jit
     def __call__(self, *arguments: Any):
         """The arguments of `LATENT_FIELDS` and the stream."""
-        operands, _, sizes, (stream,) = groups_of(
-            arguments, LatentOperands, Partials, LatentSizes
-        )
+        operands, _, sizes, (stream,) = groups_of(arguments, LatentOperands, Partials, LatentSizes)
         if const_expr(self.clusters is not None):
             if const_expr(operands.schedule is not None):
                 if sizes.scheduled == 0:

@@ -178,9 +178,6 @@ class Scheduler:
         if begins is not None:
             packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         batch = Batch(lengths, requests, visits, newest, max_tokens, window, packed)
-        step = items = None
-        if words is not None:
-            items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
         items, first = None, None
         if words is not None:
             items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
