@@ -277,14 +277,16 @@ def test_a_graph_of_a_step_follows_the_lengths() -> None:
             assert torch.equal(out, layer.attend()[0])
 
 
-def test_warm_up_leaves_nothing_to_compile() -> None:
+@pytest.mark.parametrize("step", [False, True])
+def test_warm_up_leaves_nothing_to_compile(step) -> None:
     """A program takes seconds to compile."""
-    paged.warm_up(8, 9)
+    paged.warm_up(8, 9, step=step)
+    more = {"step": paged.Step("cuda")} if step else {}
     for count in range(1, 10):
         batch = Batch([count, 1], [count + 60, 3], h=8).on_gpu()
         started = time.perf_counter()
-        batch.attend(max_q=count)
-        batch.attend(max_q=count, q_latent=batch.head_major())
+        batch.attend(max_q=count, **more)
+        batch.attend(max_q=count, q_latent=batch.head_major(), **more)
         torch.cuda.synchronize()
         assert time.perf_counter() - started < 1.0
 

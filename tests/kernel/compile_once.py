@@ -32,6 +32,7 @@ from tests.programs import run_program
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 LATENT, DECOMPRESSED, COMBINE = "flash_mla", "decompressed_attention", "decompress_combine"
 PROJECTION, LATENT_FP8 = "project_queries", "latent_fp8"
+SCHEDULE = "schedule"
 RING = {"ring": "mla_var6_plus", "8-bit ring": "mla_var6_plus_v5"}
 """Plans of a mix whose window is a ring."""
 
@@ -90,7 +91,7 @@ VARIANTS: dict[str, Variant] = {
         for fmt in FP8_FORMATS
         for columns in (16, 64)
     },
-    "schedule": (LATENT, "bfloat16", {"schedule": True}, {}),
+    SCHEDULE: latent(page=64),
     "latent fp8, 64 columns, schedule": (LATENT_FP8, "fp8", {"columns": 64, "schedule": True}, {}),
     "latent fp8, float16": (LATENT_FP8, "fp8", {"columns": 64, "dtype": torch.float16}, {}),
 }
@@ -256,20 +257,6 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     return kernel_without_plan(getattr(type(host), wanted), host, arguments)
 
 
-def scheduled_kernel() -> Any:
-    """The latent kernel with a schedule, as layers of a step launch it."""
-    from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
-    from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
-
-    from . import noted_launch
-
-    operands = noted_launch.paged_operands("meta", 4, 2, 64, schedule=True)
-    host = FlashMLASm90(ELEMENT_TYPES[torch.bfloat16])
-    kernel = kernel_without_plan(FlashMLASm90.flash_mla, host, noted_launch.arguments(operands))
-    kernel.tiling = FlashMLATiling()
-    return kernel
-
-
 def fp8_kernel(
     fmt: str, columns: int, dtype: torch.dtype = torch.bfloat16, schedule: bool = False
 ) -> Any:
@@ -312,7 +299,7 @@ def main(names: list[str]) -> None:
 
     from mla_var3.runtime import cute_kernel
 
-    from . import whole_launch
+    from . import noted_launch, whole_launch
 
     cute_kernel.quiet_compiler = contextlib.nullcontext
     # Remarks make the compiler look up the source line of every operation, a fifth of its time.
@@ -326,14 +313,15 @@ def main(names: list[str]) -> None:
             cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
             continue
         wanted, name, fields, tiling = VARIANTS[variant]
-        if wanted == LATENT and fields.get("schedule"):
-            kernel = scheduled_kernel()
-        elif hasattr(torch, name):
+        if hasattr(torch, name):
             kernel = projection_kernel(wanted, name, **fields)
         elif wanted == LATENT_FP8:
             kernel = fp8_kernel(name, **fields)
         else:
             [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
+        if variant == SCHEDULE:  # as layers of a step launch it
+            operands = noted_launch.paged_operands("meta", 2, 2, 64, schedule=True)
+            kernel.args_fn = lambda tiling, operands=operands: noted_launch.arguments(operands)
         if tiling:
             kernel.tiling = type(kernel.tiling)(**tiling)
         if variant in HOST:

@@ -5,8 +5,8 @@
 Builds what vLLM would run: each backend's metadata builder and one implementation per layer, on
 scattered pages of 64 tokens, inside a CUDA graph of several layers with a cache each. Backends take
 turns. Queries have the strides that vLLM's projections leave; the copies, merges and splits that a
-backend needs are inside of its time. The schedule that FLASHMLA and FLASH_ATTN_MLA compute once per
-step is not. Outputs are compared before anything is timed.
+backend needs are inside of its time. The schedule that each computes once per step is not. Outputs
+are compared before anything is timed.
 
 Layers of attention alone leave code, lengths and block table in the caches. With `--cold` each
 layer begins as in a model, behind other kernels and more bytes than the L2 cache holds; their time,
@@ -48,6 +48,8 @@ NOPE, ROPE = 128, 64
 BYTES_PER_GRAPH = 10**9
 """Cache bytes that the layers of a graph have together: far more than the L2 cache."""
 FEWEST_LAYERS, MOST_LAYERS = 3, 12
+LAYERS = ["layer", "another"]
+"""Names of layers, of which vLLM knows two; a graph has more of the same."""
 BIG_BATCH = 2**21
 """Tokens of a batch that is timed after all others."""
 TOLERANCE = 2e-2
@@ -129,7 +131,7 @@ class Backend:
             block_size=PAGE, num_kv_heads=1, head_size=WIDTH, dtype=torch.bfloat16
         )
         with set_current_vllm_config(config):
-            self.builder = cls.get_builder_cls()(spec, ["layer"], config, device)
+            self.builder = cls.get_builder_cls()(spec, LAYERS, config, device)
             self.impls = [
                 cls.get_impl_cls()(
                     num_heads=heads, head_size=WIDTH, scale=(NOPE + ROPE) ** -0.5, num_kv_heads=1,
@@ -149,14 +151,17 @@ class Backend:
         batch: Any,
         queries: tuple[torch.Tensor, torch.Tensor],
         caches: list[torch.Tensor],
+        other: torch.Tensor,
         between: Callable[[], object] | None,
     ) -> Callable[[], torch.Tensor]:
         """The attention of all layers in a decode step; it returns the last layer's output.
 
-        `between` is called in front of each layer.
+        A layer on the `other` cache comes first, outside of the step: in ours it finds the schedule
+        of the others. `between` is called in front of each layer.
         """
         metadata = self.builder.build(0, batch)
         assert metadata.num_prefills == 0, "the backend would send requests to prefill"
+        self.impls[0].forward_mqa(queries, other, metadata, self.layer)
 
         def run() -> torch.Tensor:
             for impl, cache in zip(self.impls, caches, strict=False):
@@ -187,10 +192,11 @@ def vllm_config(heads: int, folder: Path, most_tokens: int, longest: int, most_s
             "cudagraph_capture_sizes": [most_tokens],
         },
     ).create_engine_config()  # fmt: skip
-    config.compilation_config.static_forward_context["layer"] = SimpleNamespace(
+    layer = SimpleNamespace(
         prefill_backend=NoPrefill(), q_lora_rank=None, kv_lora_rank=LATENT, qk_nope_head_dim=NOPE,
         qk_rope_head_dim=ROPE, v_head_dim=NOPE, num_heads=heads,
     )  # fmt: skip
+    config.compilation_config.static_forward_context |= dict.fromkeys(LAYERS, layer)
     return config
 
 
@@ -338,7 +344,7 @@ def compile_program(heads: int, tokens: int) -> None:
     paged.paged_attention(
         latent.transpose(0, 1), q[..., LATENT:], pages, ints(0, 1).view(2, 1),
         ints(tokens, tokens), scale=1.0, max_q=tokens,
-        query_start_loc=ints(0, tokens, 2 * tokens),
+        query_start_loc=ints(0, tokens, 2 * tokens), step=paged.Step("cuda"),
     )  # fmt: skip
     torch.cuda.synchronize()
 
@@ -378,7 +384,7 @@ def measured(
             caches = [memory[i * row.blocks : (i + 1) * row.blocks] for i in range(row.layers())]
             batch, queries = batch_of(row, device), queries_of(row, device)
             steps = {
-                name: backend.step(batch, queries, caches, between)
+                name: backend.step(batch, queries, caches, memory[1 : 1 + row.blocks], between)
                 for name, backend in backends[row.heads].items()
                 if row.served_by(name)
             }
