@@ -40,7 +40,7 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     partial_count,
     range_begins,
 )
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, Record, Total, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, Total, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     CLUSTER,
     ITEM_COST,
@@ -56,6 +56,7 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     split_step,
     takes_turns,
 )
+from mla_var3.kernel.cute_python.mla.latent.records import Record
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
 from .compile_once import as_written

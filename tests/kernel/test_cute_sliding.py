@@ -19,9 +19,9 @@ from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
 from mla_var3.kernel.cute_python.mla.latent import (
     balance,
     mask,
-    merge,
     producer,
     ranges,
+    records,
     schedule,
 )
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
@@ -66,13 +66,13 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in DEVICE_FUNCTIONS.items():
         for name in names:
             monkeypatch.setattr(module, name, as_written(getattr(module, name)))
-    for module in (mask, ranges, balance, device, merge):
+    for module in (mask, ranges, balance, device, records):
         monkeypatch.setattr(module, "Int32", int)
-    for module in (mask, device, merge):
+    for module in (mask, device, records):
         monkeypatch.setattr(module, "Boolean", bool)
-    monkeypatch.setattr(merge, "work_tile_at", device.work_tile_at)
-    monkeypatch.setattr(merge, "record_partial", as_written(merge.record_partial))
-    monkeypatch.setattr(merge, "record_partials", as_written(merge.record_partials))
+    monkeypatch.setattr(records, "work_tile_at", device.work_tile_at)
+    monkeypatch.setattr(records, "record_partial", as_written(records.record_partial))
+    monkeypatch.setattr(records, "record_partials", as_written(records.record_partials))
 
 
 def visible(scheduler: Scheduler, tile: Any, row: int) -> int:
@@ -272,7 +272,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
             )  # fmt: skip
             recorded: dict[tuple[int, int], int] = {}
             cta = group * ctas + rank
-            merge.record_partials(recorded, cta, scheduler)
+            records.record_partials(recorded, cta, scheduler)
             written = {}
             tile = scheduler.first_tile()
             while tile.valid:
@@ -283,7 +283,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
                     written[slot] = [tile.split, tile.base + tile.row, rows]
                 tile = scheduler.next_tile(tile)
             for slot in (2 * cta, 2 * cta + 1):
-                found = [recorded[slot, column] for column in merge.Record]
+                found = [recorded[slot, column] for column in records.Record]
                 assert found == written.get(slot, [0, *found[1:]])
 
 

@@ -65,7 +65,6 @@ from mla_var3.kernel.cute_python.mla.latent.merge import (
     merge_rows,
     merge_shared,
     open_merge,
-    records_of,
     reset_merge,
     watch_starts,
 )
@@ -86,6 +85,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     produce,
 )
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
+from mla_var3.kernel.cute_python.mla.latent.records import records_of
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.runtime.cute_kernel import CuteKernel

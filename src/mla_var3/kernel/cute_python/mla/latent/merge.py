@@ -5,7 +5,7 @@
         8-bit cache partials are bfloat16, without factors
     lse_partial [slots, 64] float32, in powers of two; -inf for a row without a visible token
     merges [slots + CTAs + 1, 4] int32:
-        of every slot its record (`Record`)
+        of every slot its record (`records.Record`)
         of every CTA its state (`CtaState`, 64 bits)
         how many CTAs have read all states
     -> rows of o_latent [rows, k] and lse [rows] (natural logarithm) of the split work tiles
@@ -49,13 +49,13 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     LATENT,
     MOST_CTAS,
     PRODUCER_WARP,
-    RANGE_WORDS,
     ROWS,
     VECTOR_BITS,
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent.scheduler import RECORDS_AT, Split, work_tile_at
+from mla_var3.kernel.cute_python.mla.latent.records import Record, record_partials
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
 SLOT_BITS = 16
 """Of a slot in `MergeShared.tiles`."""
@@ -73,16 +73,6 @@ class CtaState(IntEnum):
     STARTED = 0x5B8E_13F6_A94D_2701
     WAITING = 0x5B8E_13F6_A94D_2702
     LEFT = 0x5B8E_13F6_A94D_2703
-
-
-class Record(IntEnum):
-    """Columns of a slot's record."""
-
-    SPLIT = 0
-    """Flags of `Split`; 0 for an empty slot."""
-    FIRST_ROW = 1
-    """First output row."""
-    ROWS = 2
 
 
 class Total(IntEnum):
@@ -199,45 +189,6 @@ def open_merge(
         cute.arch.store(state_pointer(merges, ctas, ctas), Int64(0), sem="relaxed", scope="gpu")
     started = Int64(CtaState.STARTED)
     cute.arch.store(state_pointer(merges, ctas, cta), started, sem="release", scope="gpu")
-
-
-def records_of(merges: cute.Tensor, schedule: cute.Tensor | None, ctas: Int32) -> cute.Tensor:
-    """The records of all slots, [slot, column]: those of a schedule, or of this launch."""
-    if schedule is None:
-        return merges
-    strides = ((len(Record), RANGE_WORDS), 1)
-    layout = cute.make_layout(((2, ctas), len(Record)), stride=strides)
-    return cute.make_tensor(schedule.iterator + RECORDS_AT, layout)
-
-
-@cute.jit
-def record_partials(records: cute.Tensor, cta: Int32, scheduler: cutlass.Constexpr):
-    """Record what the slots of a CTA will hold."""
-    own = scheduler.range
-    record_partial(records, cta * 2, own.begin, Boolean(True), scheduler)
-    ends_inside = own.end_block > 0 and own.end != own.begin
-    record_partial(records, cta * 2 + 1, own.end, ends_inside, scheduler)
-
-
-@cute.jit
-def record_partial(
-    records: cute.Tensor,
-    slot: Int32,
-    item: Int32,
-    used: Boolean,
-    scheduler: cutlass.Constexpr,
-):
-    """Record which partial of `item` a slot will hold: none if it is not `used`, or not split."""
-    split, first_row, rows = Int32(0), Int32(0), Int32(0)
-    if used:
-        tile = work_tile_at(item, scheduler)
-        if tile.valid and tile.item == item:
-            split = tile.split
-            first_row = tile.base + tile.row
-            rows = cutlass.min(tile.rows - tile.row, ROWS)
-    records[slot, Record.SPLIT] = split
-    records[slot, Record.FIRST_ROW] = first_row
-    records[slot, Record.ROWS] = rows
 
 
 @cute.jit

@@ -3,7 +3,7 @@
     lengths, query offsets and sizes, as in the latent kernel's contract
     -> schedule [CTAs, RANGE_WORDS] int32, of every CTA
         its range and its first work tile (`scheduler.scheduled`)
-        the records of its two partials (`merge.Record`)
+        the records of its two partials (`records.Record`)
         the items of its group where they are balanced (`balance.py`)
 
 A launch of its own finds all that at its start. Layers attend to tokens of the same lengths, so
@@ -21,8 +21,8 @@ from cutlass import Boolean, Int16, Int32, const_expr
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import MOST_TAKEN, THREADS
 from mla_var3.kernel.cute_python.mla.latent.balance import ORDER_WORDS
-from mla_var3.kernel.cute_python.mla.latent.merge import record_partials, records_of
 from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors
+from mla_var3.kernel.cute_python.mla.latent.records import record_partials, records_of
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     FLAGS,
     ITEMS_AT,
@@ -53,7 +53,7 @@ class ScheduleSm90:
 
         self.Shared = Shared
         index = IndexTensors.of(operands, sizes)
-        self.find_ranges(
+        self.schedule(
             index.lengths, index.total_lengths, index.query_begins, index.schedule, sizes.requests,
             sizes.queries, sizes.total_rows // sizes.heads, sizes.heads, sizes.max_tokens,
             sizes.newest, sizes.causal, sizes.sliding_window, sizes.shards, sizes.shard,
@@ -63,12 +63,12 @@ class ScheduleSm90:
         )  # fmt: skip
 
     @cute.kernel
-    def find_ranges(
+    def schedule(
         self,
         lengths: cute.Tensor,
         total_lengths: cute.Tensor | None,
         query_begins: cute.Tensor | None,
-        schedule: cute.Tensor,
+        words: cute.Tensor,
         requests: Int32,
         queries: Int32,
         total_queries: Int32,
@@ -96,14 +96,14 @@ class ScheduleSm90:
         cute.arch.sync_threads()
         cta = group * group_ctas + rank
         if thread == 0:
-            write_range(schedule, cta, scheduler)
-            records = records_of(schedule, schedule, group_ctas * group_count)
+            write_range(words, cta, scheduler)
+            records = records_of(words, words, group_ctas * group_count)
             record_partials(records, cta, scheduler)
         if const_expr(scheduler.taken is not None):
             if scheduler.range.balanced:
                 items = cute.recast_tensor(scheduler.taken, Int32)
                 for place in cutlass.range(thread, MOST_TAKEN // 2, THREADS, unroll=1):
-                    schedule[cta, ITEMS_AT + place] = items[place]
+                    words[cta, ITEMS_AT + place] = items[place]
 
 
 @cute.jit

@@ -41,7 +41,6 @@ from mla_var3.kernel.cute_python.mla.latent.merge import (
     merge_rows,
     merge_shared,
     open_merge,
-    records_of,
     reset_merge,
     watch_starts,
 )
@@ -53,6 +52,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
+from mla_var3.kernel.cute_python.mla.latent.records import records_of
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import compute_means, weights_layout
