@@ -71,6 +71,20 @@ def test_every_layer_went_through_our_backend(engines) -> None:
     assert calls["prefill"] > 0  # long prompts
 
 
+def test_layers_share_the_schedule_of_their_step(engines) -> None:
+    """The first layer of every pass finds it. A stale one would have ended the engine."""
+    drafts, _, ours = engines
+    calls = ours["calls"]
+
+    def of(layer: str) -> int:
+        return sum(count for name, count in calls.items() if name.startswith(f"{layer} "))
+
+    target = of(LAYERS[0])
+    assert calls["schedule read"] == target
+    assert calls["schedule found"] == target  # a draft's layer is alone, and has none
+    assert (of(DRAFT_LAYER) > 0) == bool(drafts)
+
+
 def test_drafts_are_accepted(engines) -> None:
     """Otherwise verification of several tokens would not be tested."""
     drafts, own, ours = engines
@@ -224,7 +238,7 @@ def test_graphs_replay_ragged_verify_batches(backend) -> None:
 )
 def test_bound_on_query_lengths(backend, starts, given, bound) -> None:
     builder = object.__new__(backend.get_builder_cls())
-    builder._decode_queries = 4
+    builder._decode_queries, builder._step = 4, None
     options = {} if given is None else {"max_query_len": given}
     offsets = torch.tensor(starts, dtype=torch.int32)
     decode = builder._build_decode(
@@ -257,7 +271,7 @@ def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interl
         block_table=torch.tensor([[1]], dtype=torch.int32),
         seq_lens=torch.tensor([5], dtype=torch.int32),
         dcp_tot_seq_lens=torch.tensor([10], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 3], dtype=torch.int32), max_query_len=3,
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32), max_query_len=3, step=None,
     )  # fmt: skip
     _, lse = impl.forward_mqa(queries, cache, SimpleNamespace(decode=decode), None)
     # Queries are tokens 7, 8 and 9; of tokens 1, 3, 5, 7, 9 they see 4, 4 and 5.
@@ -280,7 +294,7 @@ def test_a_cache_in_8_bits_has_the_scale_of_its_layer(backend) -> None:
     decode = SimpleNamespace(
         block_table=torch.tensor([[1]], dtype=torch.int32),
         seq_lens=torch.tensor([5], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), max_query_len=1,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), max_query_len=1, step=None,
     )  # fmt: skip
     for scale in (0.5, 2.0):  # as vLLM may set it later, in a new view of the cache
         layer._k_scale.fill_(scale)

@@ -43,6 +43,8 @@ from vllm.v1.attention.backends.registry import (
     register_backend,
 )
 
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.request.task import AttentionTask
 from tests.engines.tiny_deepseek import draw_weights, write_config
 
 PROMPT_LENGTHS = (38, 200, 5, 129)
@@ -95,6 +97,24 @@ def stand_in() -> Counter[str]:
     return calls
 
 
+def follow_schedules(calls: Counter[str]) -> None:
+    """Let PyTorch keep schedules as the kernel does, and refuse those of other lengths."""
+    run = TorchTiled.run
+
+    def followed(self: TorchTiled, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+        if task.schedule is not None:
+            parts = [torch.tensor(task.q.shape), task.cache.lengths, task.cu_seqlens_q]
+            facts = torch.cat([part.int() for part in parts if part is not None])
+            kept = task.schedule[: len(facts)]
+            if task.scheduled:
+                assert torch.equal(kept, facts), f"the schedule of {kept.tolist()}, not {facts}"
+            kept.copy_(facts)
+            calls["schedule read" if task.scheduled else "schedule found"] += 1
+        return run(self, task)
+
+    TorchTiled.run = followed
+
+
 def main(folder: Path, backend: str, drafts: int) -> None:
     DummyModelLoader.load_weights = draw_weights
     # vLLM looks at each model class in a process of its own, which imports everything once more.
@@ -102,6 +122,7 @@ def main(folder: Path, backend: str, drafts: int) -> None:
     # With AMX vLLM takes a CPU backend that refuses float32.
     torch.cpu._is_amx_tile_supported = lambda: False
     calls = stand_in() if backend == "hyper_mla" else Counter()
+    follow_schedules(calls)
     options = {}
     if drafts:
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}

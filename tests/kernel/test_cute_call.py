@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, THREADS
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, SCHEDULE_SIZE, THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -157,6 +157,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
         cu_seqlens_q=torch.empty(3, **index),
         tree=torch.empty((2, 2, 2), dtype=torch.bool, device="meta"),
         scales=torch.empty((2, 256), dtype=torch.float32, device="meta"),
+        schedule=torch.empty(SCHEDULE_SIZE, **index),
     )
     seen: list[tuple[int, ...]] = []
 
@@ -168,7 +169,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
     launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
     pointers = dict(
-        zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 1024, 2048), strict=True)
+        zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 4096, 1024, 2048), strict=True)
     )
     # In any order, with pointers that the kernel does not take and one that is replaced.
     names = ["w_uk", "lengths", *reversed(OPERANDS)]

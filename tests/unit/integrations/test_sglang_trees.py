@@ -95,6 +95,16 @@ def test_a_decode_step_with_and_without_rope(backend, generator, p, apart):
         )
 
 
+def test_layers_of_a_pass_share_a_step(backend):
+    first, second = SimpleNamespace(), SimpleNamespace()
+    step = backend._step_of(first)
+    assert backend._step_of(first) is step
+    other = backend._step_of(second)
+    assert other is not step and other._memory is step._memory  # which graphs have captured
+    backend._step = None  # as a draft's, which has one layer
+    assert backend._step_of(first) is None
+
+
 def test_the_views_of_an_8_bit_cache_are_kept(backend):
     """SGLang makes a new view of it in every call; another pool is another cache."""
     pool = torch.zeros((128, 1, 576), dtype=torch.uint8)

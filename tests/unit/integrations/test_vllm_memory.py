@@ -101,12 +101,15 @@ def test_programs_are_those_of_the_layers(
     monkeypatch.setattr(
         backend.paged, "latent_crossover", lambda h, *given: compiled.append((h, given)) or 2
     )
-    monkeypatch.setattr(backend.paged, "Step", lambda device: None)
+    monkeypatch.setattr(backend.paged, "Step", lambda device: "a step")
     spec = SimpleNamespace(head_size=576, block_size=64, dtype=dtype)
     config = settings({"layer": SimpleNamespace(**layer)}, cache_dtype)
-    backend.HyperMLAMetadataBuilder(spec, ["layer"], config, torch.device("cuda"))
-    (asked, (_, crossover_format)), (made, options) = compiled
+    for alone in (True, False):
+        compiled.clear()
+        layers = ["layer"] if alone else ["layer", "another"]
+        backend.HyperMLAMetadataBuilder(spec, layers, config, torch.device("cuda"))
+        (asked, (_, crossover_format)), (made, options) = compiled
+        assert options["step"] is not alone  # a schedule is for several layers
     assert asked == made == heads
     assert crossover_format == ("fp8" if eight_bits else None)
-    assert options["step"] is True
     assert options["cache_dtype"] == (torch.float8_e4m3fn if eight_bits else None)

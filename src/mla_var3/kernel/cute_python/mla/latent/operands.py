@@ -136,8 +136,8 @@ class LatentSizes(NamedTuple):
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
-        group_ctas, visits, group_count, cluster_ctas: see `GroupShape` in `groups.py`.
         scheduled: 1 if an earlier launch has written `schedule`.
+        group_ctas, visits, group_count, cluster_ctas: see `GroupShape` in `groups.py`.
         scales_page_stride: between the scales of two pages; 0 without scales per token.
     """
 
@@ -167,11 +167,11 @@ class LatentSizes(NamedTuple):
     shards: int
     shard: int
     whole_items: int
+    scheduled: int
     group_ctas: int
     visits: int
     group_count: int
     cluster_ctas: int
-    scheduled: int
 
 
 class ProjectionOperands(NamedTuple):
@@ -328,11 +328,11 @@ def latent_arguments(
         shards=options.shards,
         shard=options.shard,
         whole_items=int(options.batch_invariant),
+        scheduled=int(options.scheduled),
         group_ctas=shape.group_ctas,
         visits=shape.visits,
         group_count=shape.group_count,
         cluster_ctas=shape.cluster_ctas if may_cluster(options) else 1,
-        scheduled=int(options.scheduled),
     )
     if tree is not None:  # a pointer to bytes
         operands = operands._replace(tree=tree.view(torch.uint8))
