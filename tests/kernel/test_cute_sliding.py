@@ -345,6 +345,8 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
                 found.append((cta, own, scheduler.first_tile()))
         for cta, own, tile in found:
             assert device.scheduled(memory, cta) == (own, tile)
+    # Behind these words lie the records of two slots, then the items of the group.
+    assert device.RECORDS_AT + 2 * len(records.Record) <= device.ITEMS_AT
 
 
 @pytest.mark.parametrize(

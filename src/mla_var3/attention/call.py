@@ -191,6 +191,8 @@ def mla_latent_attention(
     if not (is_traced() or checks_values()):
         key = latent_key(q_latent, q_rope, cache, d, kernel, given)
     if step is not None:
+        if not isinstance(step, Step):
+            raise InvalidArgumentError("step", "a Step", type(step).__name__)
         shared = step.options(key)
         if key is not None:
             given, key = {**given, **shared}, with_options(key, shared)
@@ -226,7 +228,8 @@ def explain(
     if not operands:
         spec = planning_device() if device_name is None else device_spec(device_name)
         return choose(_shape_of(options), spec, kernel=kernel)[0]
-    options.pop("return_lse", None)
+    for name in ("return_lse", "step"):  # they change no choice
+        options.pop(name, None)
     if len(operands) == 5:
         task = full_task(*operands, _options(options))
     elif len(operands) == 3:

@@ -11,6 +11,8 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 if TYPE_CHECKING:
     from mla_var3.attention.replay.key import CallKey
 
+_MEMORY = torch.Tensor, torch.nn.Parameter
+
 
 class Step:
     """One forward pass, whose layers attend to tokens of the same lengths.
@@ -25,33 +27,39 @@ class Step:
     graph, which may be replayed with other lengths.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        """Allocate its memory."""
-        self._memory = torch.zeros(SCHEDULE_SIZE, dtype=torch.int32, device=device)
-        self._first = self._found = self._asked = None
+    def __init__(self, device: torch.device | str, memory: torch.Tensor | None = None) -> None:
+        """Begin a pass.
+
+        Args:
+            device: where its calls run.
+            memory: that of the pass before; allocated where there is none.
+        """
+        if memory is None:
+            memory = torch.zeros(SCHEDULE_SIZE, dtype=torch.int32, device=device)
+        self._memory = memory
+        self._first: int | None = None  # the address of the first layer's cache
+        self._found: Any = None  # what the schedule that is there was found for
+        self._asked: Any = None  # the same of the call being made
 
     def next(self) -> Step:
         """A step for the next pass, on the same memory, which graphs hold."""
-        step = Step.__new__(Step)
-        step._memory = self._memory
-        step._first = step._found = step._asked = None
-        return step
+        return Step(self._memory.device, self._memory)
 
     def options(self, key: CallKey | None) -> dict[str, Any]:
         """What a call adds to its options: the memory, and whether its schedule is there.
 
-        Nothing for a call without a key.
+        Nothing for a call without a key, or on what is no memory.
         """
         found, self._found, self._asked = self._found, None, None
-        if key is None:
+        if key is None or any(type(tensor) not in _MEMORY for tensor in key[1]):
             return {}
         values, tensors = key
-        asked: Any = values, [tensor.shape for tensor in tensors]
-        cache: Any = tensors[values[0].names.index("latent")].data_ptr()
+        self._asked = values, [tensor.shape for tensor in tensors]
+        cache: int = tensors[values[0].names.index("latent")].data_ptr()
         if self._first is None:
             self._first = cache
-        self._asked = asked
-        return {"schedule": self._memory, "scheduled": cache != self._first and asked == found}
+        scheduled = cache != self._first and self._asked == found
+        return {"schedule": self._memory, "scheduled": scheduled}
 
     def done(self) -> None:
         """The call has been made."""

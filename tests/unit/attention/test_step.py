@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import CacheView, Step, call, mla_latent_attention
+from mla_var3.attention import CacheView, Step, call, explain, mla_latent_attention
 from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
@@ -63,7 +63,7 @@ class Layer:
         rows = torch.randn((B, T, K + P), generator=g).bfloat16()
         self.cache = CacheView(rows[..., :K].contiguous(), rows[..., K:].contiguous(), lengths)
 
-    def __call__(self, step: Step | None, **options: Any) -> torch.Tensor:
+    def __call__(self, step: Any, **options: Any) -> torch.Tensor:
         q = self.q
         given: Any = {"step": step, "kernel": KERNEL, **options}
         return mla_latent_attention(q[..., :K], q[..., K:], self.cache, **given)[0]
@@ -145,6 +145,21 @@ def test_checked_calls_take_no_part(kernel, layers, lengths, monkeypatch):
 def test_a_step_is_of_the_device_of_its_calls(kernel, layers):
     with pytest.raises(InvalidArgumentError, match="step"):
         layers[0](Step("meta"))
+
+
+def test_a_step_changes_no_choice(kernel, layers):
+    q, cache = layers[0].q, layers[0].cache
+    given = q[..., :K], q[..., K:], cache
+    with_step = explain(*given, kernel=KERNEL, step=Step("cpu"))
+    assert with_step == explain(*given, kernel=KERNEL)
+
+
+def test_what_is_wrong_is_named_as_without_a_step(kernel, layers):
+    with pytest.raises(InvalidArgumentError, match="step"):
+        layers[0](True)
+    layers[0].cache = CacheView(None, None, None)
+    with pytest.raises(InvalidArgumentError, match="c_kv"):
+        layers[0](Step("cpu"))
 
 
 def test_no_option_goes_around_a_step(layers):

@@ -20,7 +20,8 @@ tile; the others have no length. Where the host knows that many requests have fe
 largest, it makes the groups small (`groups.py`), so that few CTAs are idle.
 
 Every CTA finds its own range when it starts, from the lengths on the device. A changed length needs
-no planning step, and a CUDA graph may be replayed with other lengths.
+no planning step, and a CUDA graph may be replayed with other lengths. Launches of a step read it
+instead (`schedule.py`).
 """
 
 from dataclasses import dataclass
