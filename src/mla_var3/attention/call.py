@@ -18,7 +18,6 @@ from mla_var3.attention.replay.key import (
     find_replay,
     latent_key,
     whole_key,
-    with_options,
 )
 from mla_var3.attention.replay.replay import keep_replay
 from mla_var3.attention.request.checks import debug_on
@@ -193,15 +192,15 @@ def mla_latent_attention(
     if step is not None:
         if not isinstance(step, Step):
             raise InvalidArgumentError("step", "a Step", type(step).__name__)
-        shared = step.options(key)
-        if key is not None:
-            given, key = {**given, **shared}, with_options(key, shared)
+        key = step.join(key)
     if key is not None:
         replay = find_replay(key)
         if replay is not None:
             result = replay.attend(key[1])
     if result is None:
         _require_names(options)
+        if step is not None:
+            given = {**given, **step.options()}
         task = latent_task(q_latent, q_rope, cache, Options(**given), d)
         result = _execute_and_keep(task, kernel, key, cache, given)
     if step is not None:

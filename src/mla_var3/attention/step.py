@@ -40,26 +40,38 @@ class Step:
         self._first: int | None = None  # the address of the first layer's cache
         self._found: Any = None  # what the schedule that is there was found for
         self._asked: Any = None  # the same of the call being made
+        self._scheduled = False
 
     def next(self) -> Step:
         """A step for the next pass, on the same memory, which graphs hold."""
         return Step(self._memory.device, self._memory)
 
-    def options(self, key: CallKey | None) -> dict[str, Any]:
-        """What a call adds to its options: the memory, and whether its schedule is there.
+    def join(self, key: CallKey | None) -> CallKey | None:
+        """The key of a call in this step; unchanged for a call that takes no part.
 
-        Nothing for a call without a key, or on what is no memory.
+        Such are calls without a key, and on what is no memory.
         """
         found, self._found, self._asked = self._found, None, None
-        if key is None or any(type(tensor) not in _MEMORY for tensor in key[1]):
-            return {}
+        if key is None:
+            return None
         values, tensors = key
-        self._asked = values, [tensor.shape for tensor in tensors]
-        cache: int = tensors[values[0].names.index("latent")].data_ptr()
+        q, _, latent, _, *index = tensors
+        if type(q) not in _MEMORY or type(latent) not in _MEMORY:
+            return key
+        # With a block table the slots of a request follow from it, else from the cache.
+        table = index[0].shape if index and isinstance(index[0], torch.Tensor) else None
+        self._asked = asked = values, q.shape, latent.shape, table
+        cache = latent.data_ptr()
         if self._first is None:
             self._first = cache
-        scheduled = cache != self._first and self._asked == found
-        return {"schedule": self._memory, "scheduled": scheduled}
+        self._scheduled = scheduled = cache != self._first and asked == found
+        return (*values, "schedule", scheduled), (*tensors, self._memory)
+
+    def options(self) -> dict[str, Any]:
+        """What the call that has joined adds to its options; nothing for one that takes no part."""
+        if self._asked is None:
+            return {}
+        return {"schedule": self._memory, "scheduled": self._scheduled}
 
     def done(self) -> None:
         """The call has been made."""

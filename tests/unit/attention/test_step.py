@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -145,6 +145,51 @@ def test_checked_calls_take_no_part(kernel, layers, lengths, monkeypatch):
 def test_a_step_is_of_the_device_of_its_calls(kernel, layers):
     with pytest.raises(InvalidArgumentError, match="step"):
         layers[0](Step("meta"))
+
+
+class Repeats:
+    """A launch that notes the pointers of its operands, and by which program it was made."""
+
+    workspace: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, scheduled: bool, seen: list[tuple[bool, dict[str, int]]]) -> None:
+        self.scheduled, self.seen = scheduled, seen
+
+    def stream(self) -> int:
+        return 0
+
+    def bind(self, names: Any, fixed: Any) -> Any:
+        def launch(pointers: Any) -> bool:
+            given = dict(zip(names, pointers, strict=True))
+            self.seen.append((self.scheduled, {**given, **fixed}))
+            return True
+
+        return launch, None
+
+
+def test_repeated_calls_bring_the_schedule(lengths):
+    """Each launch with the memory of its own step, and only behind a layer that finds it."""
+    seen: list[tuple[bool, dict[str, int]]] = []
+    full = []
+
+    def kernel(operands: LatentOperands, options: LatentOptions) -> Repeats:
+        full.append(options.scheduled)
+        return Repeats(options.scheduled, seen)
+
+    registry.register(LatentBackend(KERNEL, "torch", kernel, runs_on_cpu=True))
+    try:
+        layers = [Layer(seed, lengths) for seed in range(3)]
+        steps = [Step("cpu"), Step("cpu")]
+        for step in (steps[0], steps[1], steps[0].next()):
+            for layer in layers:
+                layer(step)
+    finally:
+        registry.unregister(KERNEL, "torch")
+    assert full == [False, True]  # one program each
+    memory = [step._memory.data_ptr() for step in (steps[0], steps[1], steps[0])]
+    caches = [layer.cache.latent.data_ptr() for layer in layers]
+    repeated = [(n > 0, memory[turn], caches[n]) for turn in range(3) for n in range(3)][2:]
+    assert [(by, at["schedule"], at["latent"]) for by, at in seen] == repeated
 
 
 def test_a_step_changes_no_choice(kernel, layers):

@@ -79,9 +79,7 @@ def latent_key(
         )
     if key is not None and view is not None and view.scales is not None:
         key = (*key[0], "scales"), (*key[1], view.scales)
-    if key is None or not options:
-        return key
-    return with_options(key, options, getattr(view, "lengths", None))
+    return _with_options(key, options, getattr(view, "lengths", None)) if options else key
 
 
 def whole_key(
@@ -111,9 +109,7 @@ def whole_key(
     if key is not None and view is not None and _holds_more(view):
         present = _further_parts(view)
         key = (*key[0], *present), (*key[1], *present.values())
-    if key is None or not options:
-        return key
-    return with_options(key, options, getattr(view, "lengths", None))
+    return _with_options(key, options, getattr(view, "lengths", None)) if options else key
 
 
 def tensor_names(key: CallKey, cache: Any, options: Mapping[str, Any]) -> list[str]:
@@ -146,13 +142,15 @@ def _pair_key(cache: Any, values: Values, queries: Tensors) -> CallKey | None:
     return values, (*queries, *cache)
 
 
-def with_options(
-    key: CallKey, options: Mapping[str, Any], lengths: torch.Tensor | None = None
-) -> CallKey:
+def _with_options(
+    key: CallKey | None, options: Mapping[str, Any], lengths: torch.Tensor | None
+) -> CallKey | None:
     """A key with the options: their names, the types and values of plain ones, the tensors.
 
     Lengths that are those of the cache are not added again: no check accepts a tensor twice.
     """
+    if key is None:
+        return None
     values, tensors = key
     for name, value in options.items():
         if name == "prefix":
