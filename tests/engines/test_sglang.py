@@ -230,6 +230,7 @@ def verifying_backend(drafts: int):
     backend._first_tokens = tokens[:, ::64]
     backend._graph = backend._verify_mask = None
     backend._batch_invariant = False
+    backend._step = backend._step_metadata = None
     return backend
 
 
