@@ -203,7 +203,7 @@ def layer_of(seed: int, counts: list[int], lengths: list[int], h: int, eight_bit
     return layer
 
 
-def attend_alone_and(step: paged.Step, layer: Batch) -> None:
+def require_same_alone(step: paged.Step, layer: Batch) -> None:
     """The layer's results in a step are those of a call of its own, bit by bit."""
     out = torch.full_like(layer.q[..., :K], torch.nan)
     alone, alone_lse = layer.attend(return_lse=True)
@@ -233,12 +233,12 @@ def test_layers_of_a_step_share_their_ranges(counts, lengths, h, eight_bits) -> 
         for seed in range(3):
             tokens = [length // shorter for length in lengths]
             layer = layer_of(seed, counts, tokens, h, eight_bits)
-            attend_alone_and(step, layer)
+            require_same_alone(step, layer)
             if seed == 1 and not eight_bits:
                 output, _ = layer.attend(step=step)
                 torch.testing.assert_close(output.cpu().double(), layer.expected()[0], **TOLERANCE)
             if seed == 1:  # a layer of other heads
-                attend_alone_and(step, layer_of(9, counts, tokens, 2 * h, eight_bits))
+                require_same_alone(step, layer_of(9, counts, tokens, 2 * h, eight_bits))
 
 
 def test_a_step_takes_nothing_from_the_one_before() -> None:
@@ -246,10 +246,10 @@ def test_a_step_takes_nothing_from_the_one_before() -> None:
     counts, lengths = [1] * 16, [1000 + 211 * i for i in range(16)]
     before = paged.Step("cuda")
     for seed in range(2):
-        attend_alone_and(before, layer_of(seed, counts, lengths, 128, False))
+        require_same_alone(before, layer_of(seed, counts, lengths, 128, False))
     step = before.next()
     for heads in (16, 128):
-        attend_alone_and(step, layer_of(heads, counts, lengths[::-1], heads, False))
+        require_same_alone(step, layer_of(heads, counts, lengths[::-1], heads, False))
 
 
 def test_a_graph_of_a_step_follows_the_lengths() -> None:

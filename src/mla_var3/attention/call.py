@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,7 @@ from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.execute import execute as run
 from mla_var3.attention.execute import spec_for
 from mla_var3.attention.prefix.layout import Prefix, sharing
-from mla_var3.attention.replay.key import (
-    CallKey,
-    find_replay,
-    latent_key,
-    whole_key,
-)
+from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
 from mla_var3.attention.replay.replay import keep_replay
 from mla_var3.attention.request.checks import debug_on
 from mla_var3.attention.request.shape import CallShape
@@ -37,7 +32,7 @@ _is_compiling = torch.compiler.is_compiling
 # Asked in every call. Other tracers bring tensors of a class of their own, which have no key.
 is_traced, checks_values = torch.compiler.is_dynamo_compiling, debug_on
 
-_OPTION_NAMES = tuple(field.name for field in fields(Options) if "schedule" not in field.name)
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
 _SIZE_NAMES = tuple(field.name for field in fields(CallShape))
 
 
@@ -183,12 +178,11 @@ def mla_latent_attention(
         The latent output, of the shape of `q_latent`, and the LSE, float32.
     """
     key = result = None
-    given = options
     if prefix is not None and sharing(prefix):
-        given = {**options, "prefix": prefix}
+        options["prefix"] = prefix
         step = None
     if not (is_traced() or checks_values()):
-        key = latent_key(q_latent, q_rope, cache, d, kernel, given)
+        key = latent_key(q_latent, q_rope, cache, d, kernel, options)
     if step is not None:
         if not isinstance(step, Step):
             raise InvalidArgumentError("step", "a Step", type(step).__name__)
@@ -198,11 +192,11 @@ def mla_latent_attention(
         if replay is not None:
             result = replay.attend(key[1])
     if result is None:
-        _require_names(options)
+        task = latent_task(q_latent, q_rope, cache, _options(options), d)
         if step is not None:
-            given = {**given, **step.options()}
-        task = latent_task(q_latent, q_rope, cache, Options(**given), d)
-        result = _execute_and_keep(task, kernel, key, cache, given)
+            shared = step.options(task.q.device)
+            task, options = replace(task, **shared), options | shared
+        result = _execute_and_keep(task, kernel, key, cache, options)
     if step is not None:
         step.done()
     return result
@@ -272,14 +266,10 @@ def _execute_and_keep(
 
 
 def _options(given: dict[str, Any]) -> Options:
-    _require_names(given)
-    return Options(**given)
-
-
-def _require_names(given: Iterable[str]) -> None:
     for name in given:
         if name not in _OPTION_NAMES:
             raise UnknownNameError("option", name, _OPTION_NAMES)
+    return Options(**given)
 
 
 def _shape_of(sizes: dict[str, Any]) -> CallShape:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 
 if TYPE_CHECKING:
@@ -67,10 +68,16 @@ class Step:
         self._scheduled = scheduled = cache != self._first and asked == found
         return (*values, "schedule", scheduled), (*tensors, self._memory)
 
-    def options(self) -> dict[str, Any]:
-        """What the call that has joined adds to its options; nothing for one that takes no part."""
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """What the call that has joined adds to its task; nothing for one that takes no part.
+
+        Args:
+            device: that of the call.
+        """
         if self._asked is None:
             return {}
+        if self._memory.device != device:
+            raise InvalidArgumentError("step", f"one on {device}", self._memory.device)
         return {"schedule": self._memory, "scheduled": self._scheduled}
 
     def done(self) -> None:

@@ -38,10 +38,7 @@ Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """The optional arguments that both public calls share; see `mla_attention`.
-
-    The last two are those of a `Step`.
-    """
+    """The optional arguments that both public calls share; see `mla_attention`."""
 
     lengths: torch.Tensor | Sequence[int] | None = None
     causal: bool = True
@@ -57,8 +54,6 @@ class Options:
     batch_invariant: bool = False
     prefix: Prefix | None = None
     sliding_window: int | None = None
-    schedule: torch.Tensor | None = None
-    scheduled: bool = False
 
 
 def full_task(
@@ -289,8 +284,6 @@ def _task(
         if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
             got = f"strides {out.stride()}, as of an expanded tensor"
             raise InvalidArgumentError("out", "a place of its own for every value", got)
-    if options.schedule is not None and options.schedule.device != device:
-        raise InvalidArgumentError("step", f"one on {device}", options.schedule.device)
     if options.scale is not None:
         require_scale(options.scale)
     window = options.sliding_window
@@ -312,8 +305,6 @@ def _task(
         batch_invariant=options.batch_invariant,
         sliding_window=None if window is None else min(window, MOST // 2),
         prefix=prefix,
-        schedule=options.schedule,
-        scheduled=options.scheduled,
         out=out,
     )
     check_values(task)

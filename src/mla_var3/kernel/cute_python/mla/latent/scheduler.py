@@ -215,7 +215,7 @@ FLAGS = "halves", "splits", "balanced", "valid"
 """Parts of a `WorkRange` and of its first `WorkTile` in a schedule, see `schedule.py`: a word for
 each number, then one for all flags."""
 RECORDS_AT = len(RANGE_NUMBERS) + len(TILE_NUMBERS) + 1
-"""Where the records of a CTA's partials begin among its words, see `merge.Record`."""
+"""Where the records of a CTA's partials begin among its words, see `records.Record`."""
 ITEMS_AT = RANGE_WORDS - MOST_TAKEN // 2
 """Where the items of its group begin."""
 
