@@ -59,12 +59,15 @@ from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     TABLE_WORDS,
+    TRIAL_WARP,
+    TRIAL_WORDS,
     WATCHER_WARP,
     merge_cost,
     merge_partials,
     merge_rows,
     merge_shared,
     open_merge,
+    prepare_trial,
     reset_merge,
     watch_starts,
 )
@@ -143,6 +146,14 @@ class FlashMLASm90(ClusterHost):
         self.strict = strict
         self.empty_positive = empty_positive
 
+    @property
+    def tries_merge(self) -> bool:
+        """Whether an idle warp runs the merge in a trial, see `merge.py`.
+
+        With so few query rows consumers need no more registers than all warps begin with.
+        """
+        return 0 < self.few < FEW_BELOW
+
     @cute.jit
     def launch(self, *arguments: Any):
         operands, partials, sizes, (stream,) = groups_of(
@@ -191,10 +202,12 @@ class FlashMLASm90(ClusterHost):
                 dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, a_source
             )
 
+        table_words = TABLE_WORDS + (TRIAL_WORDS if self.tries_merge else 0)
+
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
-            merge: cute.struct.MemRange[Int32, TABLE_WORDS]
+            merge: cute.struct.MemRange[Int32, table_words]
             taken: cute.struct.MemRange[Int16, MOST_TAKEN]
             row_max: cute.struct.MemRange[Float32, ROWS]
             scale_even: cute.struct.MemRange[Float32, ROWS]
@@ -331,6 +344,8 @@ class FlashMLASm90(ClusterHost):
         if thread == 0:
             init_barriers(barriers, 2 if self.few > 0 else 1)
             reset_merge(merge)
+            if const_expr(self.tries_merge):
+                prepare_trial(merge, total_queries * heads)
         if warp_index == PRODUCER_WARP:
             cpasync.prefetch_descriptor(c_copy)
             cpasync.prefetch_descriptor(q_copy)
@@ -358,7 +373,8 @@ class FlashMLASm90(ClusterHost):
         )  # fmt: skip
         tiles = SharedTiles(q, even, odd, self.widths, self.q_rows)
         if warp_index >= PRODUCER_WARP:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if const_expr(not self.tries_merge):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
@@ -376,19 +392,17 @@ class FlashMLASm90(ClusterHost):
                 if splits:
                     watch_starts(merges, records_of(merges, schedule, ctas), merge, ctas, cta)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            exchanged = exchanged_type(self.few)
-            partials = cute.recast_ptr(o_partial, dtype=exchanged)
-            outputs = Outputs(
-                o_latent, lse, partials, lse_partial, merges, self.empty_positive, self.widths
-            )
+            if const_expr(not self.tries_merge):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            outputs = self._outputs(o_latent, lse, o_partial, lse_partial, merges)
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             mailbox = None
             if const_expr(self.clusters):
                 accumulators = self.widths.half * self.q_rows // WARPGROUP
                 mailbox = mailbox_of(
-                    store.even.data_ptr(), store.odd.data_ptr(), accumulators, exchanged
-                )
+                    store.even.data_ptr(), store.odd.data_ptr(), accumulators,
+                    exchanged_type(self.few),
+                )  # fmt: skip
             if const_expr(self.few > 0):
                 few_exchange = FewExchange(
                     store.row_max_few.get_tensor(two),
@@ -414,11 +428,27 @@ class FlashMLASm90(ClusterHost):
             # All CTAs that get here have an SM, so a kernel that was launched to start early may
             # have theirs as they end. Not from the idle warps, which are here at the start.
             cute.arch.griddepcontrol_launch_dependents()
-            if splits:
+            if const_expr(not self.tries_merge):
+                if splits:
+                    working = group_ctas * scheduler.range.groups
+                    merge_partials(
+                        outputs, merge, group_ctas, ctas, working, cta, self.q_rows, self.dtype
+                    )
+        if const_expr(self.tries_merge):
+            if splits and (warp_index < PRODUCER_WARP or warp_index == TRIAL_WARP):
+                outputs = self._outputs(o_latent, lse, o_partial, lse_partial, merges)
                 working = group_ctas * scheduler.range.groups
+                trial = warp_index // CONSUMER_WARPS
                 merge_partials(
-                    outputs, merge, group_ctas, ctas, working, cta, self.q_rows, self.dtype
+                    outputs, merge, group_ctas, ctas, working, cta, self.q_rows, self.dtype, trial
                 )
+
+    def _outputs(self, o_latent, lse, o_partial, lse_partial, merges) -> Outputs:
+        """What the consumers write, in the kernel."""
+        partials = cute.recast_ptr(o_partial, dtype=exchanged_type(self.few))
+        return Outputs(
+            o_latent, lse, partials, lse_partial, merges, self.empty_positive, self.widths
+        )
 
 
 @dataclass

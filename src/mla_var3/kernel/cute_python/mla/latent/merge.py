@@ -20,6 +20,10 @@ share the rows to merge. Meanwhile a warp that computes nothing, the *watcher*, 
 start and has listed what there is to merge, so that behind the last product only states are read.
 Where the lengths need no split, every CTA knows it and nothing of this happens.
 
+Behind other kernels the code of the merge is in no instruction cache, and fetching it takes longer
+than running it. So an idle warp runs it once while the others compute, without effect: a *trial*.
+It must have as many registers as they, so only programs for few query rows have one.
+
 **No CTA waits for one that has no SM.** Work on other streams may keep CTAs out, and two launches
 whose waiting CTAs keep out each other's would deadlock. So a CTA publishes that it has started, and
 one that misses another at its end leaves. Those that stay wait for running CTAs only, and the last
@@ -32,6 +36,7 @@ comes later on the same stream: a launch that overlaps this one, programmatic de
 included, must not share its workspace.
 """
 
+import itertools
 import math
 import operator
 from dataclasses import dataclass
@@ -63,8 +68,12 @@ LOOKS = 16
 """How often a CTA that has computed all looks for others that have not started before it leaves.
 CTAs without work end while the last ones are being started. Other numbers were not measured."""
 MOST_SLOTS = 2 * MOST_CTAS
+NO_ROW = -(1 << 30)
+"""First output row in a trial. No row of it is written."""
 WATCHER_WARP = PRODUCER_WARP + 1
 """The watcher, in the producer's warpgroup."""
+TRIAL_WARP = PRODUCER_WARP + 2
+"""The warp of a trial. The watcher itself would delay the merge of a short launch by it."""
 
 
 class CtaState(IntEnum):
@@ -117,6 +126,7 @@ class MergeShared:
         totals: see `Total`.
         weights: [warp, 2] maximum and sum of weights of a warp's partials.
         sums: [warp, column of a vector, lane] a warp's weighted sum.
+        place: pointers to the integers and to the numbers.
     """
 
     records: Any
@@ -125,33 +135,47 @@ class MergeShared:
     totals: Any
     weights: Any
     sums: Any
+    place: Any
+
+    def during(self, trial: Any) -> "MergeShared":
+        """The same, or with `trial` 1 what a trial reads instead; 0 or 1, on the device too."""
+        return merge_shared(*self.place, trial)
 
 
 TABLE_SHAPES = ((MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_CTAS,), (len(Total),))
 """Shapes of the integers of `MergeShared`, which are written while the CTA computes."""
+TRIAL_SHAPES = ((1, len(Record)), (1,), (0,), (len(Total),))
+"""Shapes of what a trial reads instead, behind them."""
 TABLE_WORDS = sum(math.prod(shape) for shape in TABLE_SHAPES)
+TRIAL_WORDS = sum(math.prod(shape) for shape in TRIAL_SHAPES)
 SUM_SHAPES = ((CONSUMER_WARPS, 2), (CONSUMER_WARPS, VECTOR_BITS // Float16.width, 32))
 """Shapes of its numbers, which lie over tiles that no warp reads any more."""
 
 
-def merge_shared(table: cute.Pointer, tile: cute.Pointer) -> MergeShared:
+def merge_shared(table: cute.Pointer, tile: cute.Pointer, trial: Any = 0) -> MergeShared:
     """The shared memory of the merge.
 
     Args:
-        table: `TABLE_WORDS` integers.
+        table: `TABLE_WORDS` integers, and `TRIAL_WORDS` where there is a trial.
         tile: what the numbers may overwrite.
+        trial: see `MergeShared.during`.
     """
 
-    def tensors(place: cute.Pointer, shapes: Any) -> list[cute.Tensor]:
+    def begins(shapes: Any) -> list[int]:
+        return list(itertools.accumulate(map(math.prod, shapes), initial=0))
+
+    def tensors(place: cute.Pointer, places: Any, shapes: Any) -> list[cute.Tensor]:
         found = []
-        for shape in shapes:
+        for begin, shape in zip(places, shapes, strict=True):
             layout = cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))
-            found.append(cute.make_tensor(place, layout))
-            place += math.prod(shape)
+            found.append(cute.make_tensor(place + begin, layout))
         return found
 
-    numbers = tensors(cute.recast_ptr(tile, dtype=Float32), SUM_SHAPES)
-    return MergeShared(*tensors(table, TABLE_SHAPES), *numbers)
+    count, every = len(TABLE_SHAPES), begins(TABLE_SHAPES + TRIAL_SHAPES)
+    # No branch: the compiler would make a copy of the code that reads them for each case.
+    places = [every[i] + trial * (every[count + i] - every[i]) for i in range(count)]
+    numbers = tensors(cute.recast_ptr(tile, dtype=Float32), begins(SUM_SHAPES)[:-1], SUM_SHAPES)
+    return MergeShared(*tensors(table, places, TABLE_SHAPES), *numbers, (table, tile))
 
 
 @cute.jit
@@ -159,6 +183,26 @@ def reset_merge(shared: cutlass.Constexpr):
     """Prepare the shared memory; one thread calls it before the CTA's first barrier."""
     for total in cutlass.range_constexpr(Total.LEFT, len(Total)):
         shared.totals[total] = Int32(0)
+
+
+@cute.jit
+def prepare_trial(shared: cutlass.Constexpr, rows: Int32):
+    """Write what a trial reads; one thread calls it before the CTA's first barrier.
+
+    The warp finds one unit: columns of a row of the first partial, whatever is there.
+
+    Args:
+        shared: shared memory of the merge.
+        rows: query rows of the launch. A trial takes the way of so many split rows.
+    """
+    trial = shared.during(1)
+    trial.totals[Total.TILES] = Int32(1)
+    trial.totals[Total.MOST_ROWS] = cutlass.max(rows, CONSUMER_WARPS)
+    trial.totals[Total.CTAS] = Int32(1 << 20)
+    trial.totals[Total.RANK] = Int32(0)
+    trial.tiles[0] = Int32(0)
+    trial.records[0, Record.FIRST_ROW] = Int32(NO_ROW)
+    trial.records[0, Record.ROWS] = Int32(ROWS)
 
 
 @cute.jit
@@ -238,6 +282,7 @@ def merge_partials(
     cta: Int32,
     rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    trial: Int32 | None = None,
 ):
     """The end of a CTA whose launch may split items; all consumers call it.
 
@@ -250,8 +295,38 @@ def merge_partials(
         cta: this one.
         rows: query rows of a tile.
         dtype: element type of the output.
+        trial: 1 for the trial, which `TRIAL_WARP` makes in the same code, and 0 for consumers. None
+            in a program without one.
     """
-    merges = outputs.merges
+    if const_expr(trial is None):
+        stays, readers = join_merge(outputs.merges, shared, ctas, working, cta)
+        if stays:
+            merge_own_rows(outputs, shared, group_ctas, ctas, rows, dtype, False)
+            leave_merge(outputs.merges, shared, ctas, readers)
+    else:
+        staying, readers = Int32(1), Int64(0)
+        if trial == 0:
+            stays, readers = join_merge(outputs.merges, shared, ctas, working, cta)
+            staying = stays.to(Int32)
+        # The assembler must know that the warps do not diverge here.
+        if cute.arch.make_warp_uniform(staying) != 0:
+            chosen = shared.during(trial)
+            merge_own_rows(outputs, chosen, group_ctas, ctas, rows, dtype, True)
+            leave_merge(outputs.merges, chosen, ctas, readers)
+
+
+@cute.jit
+def join_merge(
+    merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, working: Int32, cta: Int32
+):
+    """Wait for the partials of the CTAs that are running.
+
+    Args: see `merge_partials`.
+
+    Returns:
+        Whether this CTA takes part in the merge, and in its first thread, how many had read all
+        states before it.
+    """
     thread, _, _ = cute.arch.thread_idx()
     if thread == 0:
         if cta >= working:
@@ -267,20 +342,28 @@ def merge_partials(
             state = Int64(CtaState.WAITING)
         # The release covers what the other threads wrote before the barrier.
         cute.arch.store(state_pointer(merges, ctas, cta), state, sem="release", scope="gpu")
+    readers = Int64(0)
     if stays:
         gather(merges, shared, ctas, cta)
-        readers = Int64(0)
         if thread == 0:
             # A CTA that counts has left its loops over states: no order of memory is needed.
             readers = cute.arch.atomic_add(
                 state_pointer(merges, ctas, ctas), Int64(1), sem="relaxed", scope="gpu"
             )
-        merge_own_rows(outputs, shared, group_ctas, ctas, rows, dtype)
-        # Issued above and used only here, so that its latency is hidden.
-        if thread == 0 and readers == shared.totals[Total.CTAS] - 1:
-            for other in cutlass.range(ctas, unroll=8):
-                place = state_pointer(merges, ctas, other)
-                cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
+    return stays, readers
+
+
+@cute.jit
+def leave_merge(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, readers: Int64):
+    """Clear the states for the next launch, as the last one that has read them.
+
+    The readers were counted before the merge and are used only here, so that the latency is hidden.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0 and readers == shared.totals[Total.CTAS] - 1:
+        for other in cutlass.range(ctas, unroll=8):
+            place = state_pointer(merges, ctas, other)
+            cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -397,12 +480,18 @@ def merge_own_rows(
     ctas: Int32,
     rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    tried: cutlass.Constexpr,
 ):
-    """Merge this CTA's share of the rows."""
+    """Merge this CTA's share of the rows.
+
+    Args:
+        outputs, shared, group_ctas, ctas, rows, dtype: as for `merge_partials`.
+        tried: whether there are trials, too. In one of them nothing is written and no warp waits.
+    """
     chunks = outputs.widths.k // (32 * vector_columns(outputs.o_partial))
     units = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS] * chunks
     if units > ctas * CONSUMER_WARPS:
-        merge_units(outputs, shared, group_ctas, ctas, Int32(0), chunks, rows, dtype)
+        merge_units(outputs, shared, group_ctas, ctas, Int32(0), chunks, rows, dtype, tried)
     else:
         # Where the rows are so few that one turn is enough, a warp takes some columns of one, and
         # where these are few as well, several warps take some partials each: one alone would wait
@@ -411,7 +500,7 @@ def merge_own_rows(
         while team_bits < CONSUMER_WARP_BITS and units * 2 <= ctas * CONSUMER_WARPS:
             team_bits += 1
             units = units * 2
-        merge_units(outputs, shared, group_ctas, ctas, team_bits, 1, rows, dtype)
+        merge_units(outputs, shared, group_ctas, ctas, team_bits, 1, rows, dtype, tried)
 
 
 @cute.jit
@@ -424,17 +513,20 @@ def merge_units(
     chunks: cutlass.Constexpr,
     rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    tried: cutlass.Constexpr,
 ):
     """Merge this CTA's units, each some columns of a row.
 
     Args:
-        outputs, shared, group_ctas, ctas, rows, dtype: as for `merge_partials`.
+        outputs, shared, group_ctas, ctas, rows, dtype, tried: as for `merge_own_rows`.
         team_bits: log2 of the warps that share a unit, each with some of its partials; 0 for whole
             rows.
         chunks: chunks of columns of a unit.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(thread >> 5)
+    if const_expr(tried):
+        warp = warp & (CONSUMER_WARPS - 1)
     lane = cute.arch.lane_idx()
     tiles, most, present, rank = (
         shared.totals[total] for total in (Total.TILES, Total.MOST_ROWS, Total.CTAS, Total.RANK)
@@ -476,12 +568,17 @@ def merge_units(
                 outputs.o_partial, k, factors, outputs.lse_partial, acc, slots, row, chunk,
                 group_ctas, member, team, chunks, rows,
             )  # fmt: skip
+        writing = True
+        if const_expr(tried):
+            writing = first_row >= 0
         if const_expr(chunks == 1):
             if team > 1:
-                top, weight = add_team(shared, acc, top, weight, warp, member, team)
+                top, weight = add_team(shared, acc, top, weight, warp, member, team, writing)
         if valid and member == 0:
             at = first_row + row
-            store_merged(outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype)
+            store_merged(
+                outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype, writing
+            )
         turn += per_turn
 
 
@@ -616,15 +713,20 @@ def add_team(
     warp: Int32,
     rank: Int32,
     team: Int32,
+    writing: Boolean,
 ):
-    """Add the sums of a team's warps; the first warp gets the result. All warps call it."""
+    """Add the sums of a team's warps; the first warp gets the result. All warps call it.
+
+    Without `writing` it does so without effect, and alone.
+    """
     lane = cute.arch.lane_idx()
-    for e in cutlass.range_constexpr(cute.size(acc, mode=[0])):
-        shared.sums[warp, e, lane] = acc[e, 0]
-    if lane == 0:
-        shared.weights[warp, 0] = top
-        shared.weights[warp, 1] = weight
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    if writing:
+        for e in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+            shared.sums[warp, e, lane] = acc[e, 0]
+        if lane == 0:
+            shared.weights[warp, 0] = top
+            shared.weights[warp, 1] = weight
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     if rank == 0:
         for other in cutlass.range(1, team, unroll=1):
             top = cute.arch.fmax(top, shared.weights[warp + other, 0])
@@ -636,8 +738,9 @@ def add_team(
             weight += shared.weights[warp + other, 1] * scale
             for e in cutlass.range_constexpr(cute.size(acc, mode=[0])):
                 acc[e, 0] = acc[e, 0] + shared.sums[warp + other, e, lane] * scale
-    # The next turn writes where this one is read.
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    if writing:
+        # The next turn writes where this one is read.
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     return top, weight
 
 
@@ -652,8 +755,9 @@ def store_merged(
     lane: Int32,
     chunks: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    writing: Boolean,
 ):
-    """Write columns of a merged row, and with the first ones its LSE."""
+    """Write columns of a merged row, and with the first ones its LSE; nothing without `writing`."""
     lse = outputs.lse
     inverse = Float32(0.0)
     lse_log2 = -Float32.inf
@@ -666,6 +770,7 @@ def store_merged(
     start = Int64(row) * outputs.widths.k + (chunk * (32 * vector) + lane * vector)
     for c in cutlass.range_constexpr(chunks):
         place = (outputs.o_latent + (start + c * (32 * vector))).align(vector * 2)
-        cute.autovec_copy(narrow[None, c], cute.make_tensor(place, vector))
-    if chunk == 0 and lane == 0:
+        if writing:
+            cute.autovec_copy(narrow[None, c], cute.make_tensor(place, vector))
+    if writing and chunk == 0 and lane == 0:
         lse[row] = final_lse(lse_log2, outputs.empty_positive)
