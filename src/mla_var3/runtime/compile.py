@@ -53,7 +53,7 @@ fit."""
 _REPORTED = (
     *("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "LDGSTS", "LDG", "STG", "LDSM", "STSM"),
     *("LDS", "STS", "LDL", "STL", "LDTM", "STTM", "MUFU", "FMUL", "FFMA", "FADD", "SHFL"),
-    *("ATOM", "ATOMG", "RED", "BAR", "SYNCS", "WARPGROUP", "USETMAXREG"),
+    *("ATOM", "ATOMG", "RED", "BAR", "SYNCS", "WARPSYNC", "WARPGROUP", "USETMAXREG"),
 )
 """Opcodes that say how a kernel moves data and waits; matrix instructions are always reported."""
 
