@@ -647,6 +647,49 @@ def test_the_device_code_lists_the_tiles_of_the_host(seed, monkeypatch):
     assert shared.totals == {**totals, Total.RANK: 7}
 
 
+@pytest.mark.parametrize("ctas", [2, 66, 132])
+@pytest.mark.parametrize("partial_rows", [1, 3, 16, 60, 2000])
+def test_a_trial_of_the_merge_runs_its_code_and_writes_nothing(partial_rows, ctas, monkeypatch):
+    """The idle warp takes one unit, of the first slot; consumers with the same numbers write."""
+    trial = SimpleNamespace(totals={}, tiles={}, records={})
+    warp = Number(merge.TRIAL_WARP)
+    arch = SimpleNamespace(
+        thread_idx=lambda: (warp * 32, 0, 0), make_warp_uniform=lambda number: number,
+        lane_idx=lambda: 0,
+    )  # fmt: skip
+    calls: list[tuple[str, Any]] = []
+    plain = {
+        "cute": SimpleNamespace(
+            arch=arch, make_rmem_tensor=lambda *args: SimpleNamespace(fill=lambda value: None)
+        ),
+        "cutlass": SimpleNamespace(max=max),
+        "Int32": Number, "Boolean": bool, "Float32": type("Real", (float,), {"inf": 1.0}),
+        "vector_columns": lambda partials: 8, "quotient": lambda a, b: Number(a // b),
+        "merge_units": as_written(merge.merge_units),
+        "add_partials": lambda *args: calls.append(("slots", args[5:8])) or (0.0, 1.0),
+        "add_team": lambda *args: calls.append(("team", args[-1])) or (0.0, 1.0),
+        "store_merged": lambda *args: calls.append(("store", args[-1])),
+    }  # fmt: skip
+    for name, value in plain.items():
+        monkeypatch.setattr(merge, name, value)
+    as_written(merge.prepare_trial)(SimpleNamespace(during=lambda which: trial), partial_rows)
+    outputs = SimpleNamespace(
+        widths=SimpleNamespace(k=512), o_partial=SimpleNamespace(dtype=None), lse_partial=None
+    )
+    run = as_written(merge.merge_own_rows)
+    run(outputs, trial, 1, ctas, merge.ROWS, None, True)
+    [(kind, (slots, row, chunk)), *rest] = calls
+    assert (kind, slots) == ("slots", 0) and row < merge.ROWS and chunk < 2
+    assert not any(writing for _, writing in rest)
+    # The code is that of so many split rows: a team where there are few.
+    assert ("team" in dict(rest)) is (max(partial_rows, 8) * 2 * 2 <= ctas * 8)
+    calls.clear()
+    trial.records[0, Record.FIRST_ROW] = Number(0)
+    warp = Number(0)
+    run(outputs, trial, 1, ctas, merge.ROWS, None, True)
+    assert [writing for kind, writing in calls if kind == "store"] == [True]
+
+
 TILES = st.one_of(st.integers(1, 12), st.integers(1, 500))
 REQUESTS = st.one_of(st.integers(1, 12), st.integers(1, 3000))
 SM_COUNTS = st.one_of(st.integers(1, 16), st.integers(1, 256))
