@@ -20,7 +20,6 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     partial_count,
     ragged_tiles,
 )
-from mla_var3.kernel.cute_python.mla.latent.merge import TABLE_WORDS, Total
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
     Batch,
@@ -28,6 +27,7 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     WorkRange,
     takes_turns,
 )
+from mla_var3.kernel.cute_python.mla.latent.records import TABLE_WORDS, Total
 
 from .compile_once import as_written
 from .test_cute_schedule import Number, Warp

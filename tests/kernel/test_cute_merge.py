@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.conf.devices import load_devices
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, MOST_CTAS
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape, partial_count
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_CTAS, CtaState
+from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
 from mla_var3.kernel.cute_python.mla.latent.ranges import ITEM_COST, takes_turns
 
 

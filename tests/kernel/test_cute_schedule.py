@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
-from mla_var3.kernel.cute_python.mla.latent import merge
+from mla_var3.kernel.cute_python.mla.latent import merge, records
 from mla_var3.kernel.cute_python.mla.latent import ranges as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GROUP_WORTH,
@@ -40,7 +40,7 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     partial_count,
     range_begins,
 )
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, Total, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     CLUSTER,
     ITEM_COST,
@@ -56,7 +56,7 @@ from mla_var3.kernel.cute_python.mla.latent.ranges import (
     split_step,
     takes_turns,
 )
-from mla_var3.kernel.cute_python.mla.latent.records import Record
+from mla_var3.kernel.cute_python.mla.latent.records import MOST_SLOTS, Record, Total
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
 from .compile_once import as_written
@@ -672,7 +672,9 @@ def test_a_trial_of_the_merge_runs_its_code_and_writes_nothing(partial_rows, cta
     }  # fmt: skip
     for name, value in plain.items():
         monkeypatch.setattr(merge, name, value)
-    as_written(merge.prepare_trial)(SimpleNamespace(during=lambda which: trial), partial_rows)
+    monkeypatch.setattr(records, "Int32", Number)
+    monkeypatch.setattr(records, "cutlass", SimpleNamespace(max=max))
+    as_written(records.prepare_trial)(SimpleNamespace(during=lambda which: trial), partial_rows)
     outputs = SimpleNamespace(
         widths=SimpleNamespace(k=512), o_partial=SimpleNamespace(dtype=None), lse_partial=None
     )

@@ -58,17 +58,12 @@ from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
-    TABLE_WORDS,
     TRIAL_WARP,
-    TRIAL_WORDS,
     WATCHER_WARP,
     merge_cost,
     merge_partials,
     merge_rows,
-    merge_shared,
     open_merge,
-    prepare_trial,
-    reset_merge,
     watch_starts,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -88,7 +83,14 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     produce,
 )
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
-from mla_var3.kernel.cute_python.mla.latent.records import records_of
+from mla_var3.kernel.cute_python.mla.latent.records import (
+    TABLE_WORDS,
+    TRIAL_WORDS,
+    merge_shared,
+    prepare_trial,
+    records_of,
+    reset_merge,
+)
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.runtime.cute_kernel import CuteKernel

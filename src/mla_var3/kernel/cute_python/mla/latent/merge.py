@@ -36,10 +36,7 @@ comes later on the same stream: a launch that overlaps this one, programmatic de
 included, must not share its workspace.
 """
 
-import itertools
-import math
 import operator
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -59,17 +56,18 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent.records import Record, record_partials
+from mla_var3.kernel.cute_python.mla.latent.records import (
+    MOST_SLOTS,
+    SLOT_BITS,
+    Record,
+    Total,
+    record_partials,
+)
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
-SLOT_BITS = 16
-"""Of a slot in `MergeShared.tiles`."""
 LOOKS = 16
 """How often a CTA that has computed all looks for others that have not started before it leaves.
 CTAs without work end while the last ones are being started. Other numbers were not measured."""
-MOST_SLOTS = 2 * MOST_CTAS
-NO_ROW = -(1 << 30)
-"""First output row in a trial. No row of it is written."""
 WATCHER_WARP = PRODUCER_WARP + 1
 """The watcher, in the producer's warpgroup."""
 TRIAL_WARP = PRODUCER_WARP + 2
@@ -84,25 +82,6 @@ class CtaState(IntEnum):
     LEFT = 0x5B8E_13F6_A94D_2703
 
 
-class Total(IntEnum):
-    """What the CTAs count before they merge."""
-
-    TILES = 0
-    """Split work tiles."""
-    MOST_ROWS = 1
-    """Most rows of any of them."""
-    CTAS = 2
-    """CTAs that take part."""
-    RANK = 3
-    """Those of them before this one."""
-    LEFT = 4
-    """Not 0 if some CTA has left."""
-    MISSING = 5
-    """Not 0 if some CTA has not started when this one has computed all."""
-    FINISHED = 6
-    """Not 0 when this CTA has computed all."""
-
-
 def merge_rows(ctas: int) -> int:
     """Rows of `merges` for a number of CTAs, two slots each."""
     return 3 * ctas + 1
@@ -113,96 +92,6 @@ def merge_cost(
 ) -> tuple[float, float]:
     """FLOPs and bytes of merging rows of partials, by the sizes of elements before and after."""
     return 2.0 * rows * k, float(rows * (k * (partial_size + element_size) + 4))
-
-
-@dataclass(frozen=True)
-class MergeShared:
-    """Shared memory of the merge.
-
-    Attributes:
-        records: [slot, 3] as in `merges`.
-        tiles: [split tile]: the slot of its first partial, and above `SLOT_BITS` that of its last.
-        stays: [CTA]: whether it takes part.
-        totals: see `Total`.
-        weights: [warp, 2] maximum and sum of weights of a warp's partials.
-        sums: [warp, column of a vector, lane] a warp's weighted sum.
-        place: pointers to the integers and to the numbers.
-    """
-
-    records: Any
-    tiles: Any
-    stays: Any
-    totals: Any
-    weights: Any
-    sums: Any
-    place: Any
-
-    def during(self, trial: Any) -> "MergeShared":
-        """The same, or with `trial` 1 what a trial reads instead; 0 or 1, on the device too."""
-        return merge_shared(*self.place, trial)
-
-
-TABLE_SHAPES = ((MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_CTAS,), (len(Total),))
-"""Shapes of the integers of `MergeShared`, which are written while the CTA computes."""
-TRIAL_SHAPES = ((1, len(Record)), (1,), (0,), (len(Total),))
-"""Shapes of what a trial reads instead, behind them."""
-TABLE_WORDS = sum(math.prod(shape) for shape in TABLE_SHAPES)
-TRIAL_WORDS = sum(math.prod(shape) for shape in TRIAL_SHAPES)
-SUM_SHAPES = ((CONSUMER_WARPS, 2), (CONSUMER_WARPS, VECTOR_BITS // Float16.width, 32))
-"""Shapes of its numbers, which lie over tiles that no warp reads any more."""
-
-
-def merge_shared(table: cute.Pointer, tile: cute.Pointer, trial: Any = 0) -> MergeShared:
-    """The shared memory of the merge.
-
-    Args:
-        table: `TABLE_WORDS` integers, and `TRIAL_WORDS` where there is a trial.
-        tile: what the numbers may overwrite.
-        trial: see `MergeShared.during`.
-    """
-
-    def begins(shapes: Any) -> list[int]:
-        return list(itertools.accumulate(map(math.prod, shapes), initial=0))
-
-    def tensors(place: cute.Pointer, places: Any, shapes: Any) -> list[cute.Tensor]:
-        found = []
-        for begin, shape in zip(places, shapes, strict=True):
-            layout = cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))
-            found.append(cute.make_tensor(place + begin, layout))
-        return found
-
-    count, every = len(TABLE_SHAPES), begins(TABLE_SHAPES + TRIAL_SHAPES)
-    # No branch: the compiler would make a copy of the code that reads them for each case.
-    places = [every[i] + trial * (every[count + i] - every[i]) for i in range(count)]
-    numbers = tensors(cute.recast_ptr(tile, dtype=Float32), begins(SUM_SHAPES)[:-1], SUM_SHAPES)
-    return MergeShared(*tensors(table, places, TABLE_SHAPES), *numbers, (table, tile))
-
-
-@cute.jit
-def reset_merge(shared: cutlass.Constexpr):
-    """Prepare the shared memory; one thread calls it before the CTA's first barrier."""
-    for total in cutlass.range_constexpr(Total.LEFT, len(Total)):
-        shared.totals[total] = Int32(0)
-
-
-@cute.jit
-def prepare_trial(shared: cutlass.Constexpr, rows: Int32):
-    """Write what a trial reads; one thread calls it before the CTA's first barrier.
-
-    The warp finds one unit: columns of a row of the first partial, whatever is there.
-
-    Args:
-        shared: shared memory of the merge.
-        rows: query rows of the launch. A trial takes the way of so many split rows.
-    """
-    trial = shared.during(1)
-    trial.totals[Total.TILES] = Int32(1)
-    trial.totals[Total.MOST_ROWS] = cutlass.max(rows, CONSUMER_WARPS)
-    trial.totals[Total.CTAS] = Int32(1 << 20)
-    trial.totals[Total.RANK] = Int32(0)
-    trial.tiles[0] = Int32(0)
-    trial.records[0, Record.FIRST_ROW] = Int32(NO_ROW)
-    trial.records[0, Record.ROWS] = Int32(ROWS)
 
 
 @cute.jit

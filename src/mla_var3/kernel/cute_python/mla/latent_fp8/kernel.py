@@ -35,13 +35,10 @@ from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
-    TABLE_WORDS,
     WATCHER_WARP,
     merge_partials,
     merge_rows,
-    merge_shared,
     open_merge,
-    reset_merge,
     watch_starts,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -52,7 +49,12 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
-from mla_var3.kernel.cute_python.mla.latent.records import records_of
+from mla_var3.kernel.cute_python.mla.latent.records import (
+    TABLE_WORDS,
+    merge_shared,
+    records_of,
+    reset_merge,
+)
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import compute_means, weights_layout
