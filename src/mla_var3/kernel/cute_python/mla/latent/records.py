@@ -123,7 +123,8 @@ class MergeShared:
 
     def during(self, trial: Any) -> "MergeShared":
         """The same, or with `trial` 1 what a trial reads instead; 0 or 1, on the device too."""
-        return merge_shared(*self.place, trial)
+        table, tile = self.place
+        return merge_shared(table, tile, trial)
 
 
 TABLE_SHAPES = ((MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_CTAS,), (len(Total),))
@@ -159,7 +160,7 @@ def merge_shared(table: cute.Pointer, tile: cute.Pointer, trial: Any = 0) -> Mer
     # No branch: the compiler would make a copy of the code that reads them for each case.
     places = [every[i] + trial * (every[count + i] - every[i]) for i in range(count)]
     numbers = tensors(cute.recast_ptr(tile, dtype=Float32), begins(SUM_SHAPES)[:-1], SUM_SHAPES)
-    return MergeShared(*tensors(table, places, TABLE_SHAPES), *numbers, (table, tile))
+    return MergeShared(*tensors(table, places, TABLE_SHAPES), *numbers, place=(table, tile))
 
 
 @cute.jit
