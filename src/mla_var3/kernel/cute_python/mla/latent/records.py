@@ -104,27 +104,26 @@ class MergeShared:
     """Shared memory of the merge.
 
     Attributes:
+        place: pointers to the integers and to the numbers.
         records: [slot, 3] as in `merges`.
         tiles: [split tile]: the slot of its first partial, and above `SLOT_BITS` that of its last.
         stays: [CTA]: whether it takes part.
         totals: see `Total`.
         weights: [warp, 2] maximum and sum of weights of a warp's partials.
         sums: [warp, column of a vector, lane] a warp's weighted sum.
-        place: pointers to the integers and to the numbers.
     """
 
+    place: tuple[cute.Pointer, cute.Pointer]
     records: Any
     tiles: Any
     stays: Any
     totals: Any
     weights: Any
     sums: Any
-    place: Any
 
     def during(self, trial: Any) -> "MergeShared":
         """The same, or with `trial` 1 what a trial reads instead; 0 or 1, on the device too."""
-        table, tile = self.place
-        return merge_shared(table, tile, trial)
+        return merge_shared(*self.place, trial)
 
 
 TABLE_SHAPES = ((MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_CTAS,), (len(Total),))
@@ -160,7 +159,7 @@ def merge_shared(table: cute.Pointer, tile: cute.Pointer, trial: Any = 0) -> Mer
     # No branch: the compiler would make a copy of the code that reads them for each case.
     places = [every[i] + trial * (every[count + i] - every[i]) for i in range(count)]
     numbers = tensors(cute.recast_ptr(tile, dtype=Float32), begins(SUM_SHAPES)[:-1], SUM_SHAPES)
-    return MergeShared(*tensors(table, places, TABLE_SHAPES), *numbers, place=(table, tile))
+    return MergeShared((table, tile), *tensors(table, places, TABLE_SHAPES), *numbers)
 
 
 @cute.jit
