@@ -1,7 +1,7 @@
 """Tensors that TMA copies tile by tile between global and shared memory."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
@@ -10,8 +10,7 @@ EVICT_NORMAL, EVICT_FIRST = 0x1000_0000_0000_0000, 0x12F0_0000_0000_0000
 """Cache policies of a copy, as the hardware encodes them: which data L2 replaces first."""
 
 
-@dataclass(frozen=True)
-class TmaTensor:
+class TmaTensor(NamedTuple):
     """A tensor in global memory and the copy that moves its tiles."""
 
     copy: Any

@@ -62,8 +62,8 @@ from mla_var3.kernel.cute_python.mla.latent.merge import (
     WATCHER_WARP,
     merge_cost,
     merge_partials,
-    merge_rows,
     open_merge,
+    outputs_of,
     watch_starts,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -74,7 +74,12 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
+from mla_var3.kernel.cute_python.mla.latent.ops import (
+    IndexTensors,
+    LaunchSizes,
+    Outputs,
+    OutputTensors,
+)
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     Mbarrier,
     SharedTiles,
@@ -162,7 +167,7 @@ class FlashMLASm90(ClusterHost):
             arguments, LatentOperands, Partials, LatentSizes
         )
         dtype, widths = self.dtype, self.widths
-        total_queries = sizes.total_rows // sizes.heads
+        read = LaunchSizes.of(sizes)
 
         # Latent columns as (64, tiles): a copy then takes several column tiles at once.
         latent_columns, rope_columns = (TILE, widths.tiles), widths.p
@@ -173,7 +178,7 @@ class FlashMLASm90(ClusterHost):
         def rows_of(pointer, columns, stride, token_stride):
             rows, strides = (sizes.total_rows,), (cute.assume(stride, divby=8),)
             if const_expr(self.head_box > 0):
-                rows = (sizes.heads, total_queries)
+                rows = (sizes.heads, read.total_queries)
                 strides = (*strides, cute.assume(token_stride, divby=8))
             layout = cute.make_layout((*rows, columns), stride=(*strides, strides_of(columns)))
             return cute.make_tensor(pointer, layout)
@@ -196,7 +201,7 @@ class FlashMLASm90(ClusterHost):
             if const_expr(head_box > 0):
                 box = (head_box, rows // head_box, columns)
                 layout = cute.composition(layout, cute.make_layout(box))
-            return cpasync.make_tiled_tma_atom(load, tensor, layout, box)
+            return TmaTensor(*cpasync.make_tiled_tma_atom(load, tensor, layout, box))
 
         def mma(a_major, b_major, columns, a_source):
             shape = (ROWS, columns)
@@ -224,9 +229,6 @@ class FlashMLASm90(ClusterHost):
             odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * widths.columns], 1024]
 
         self.Shared = Shared
-        line = cute.make_layout
-        requests, queries = sizes.requests, sizes.queries
-        ctas = sizes.group_ctas * sizes.group_count
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         if const_expr(self.few > 0):
@@ -244,43 +246,26 @@ class FlashMLASm90(ClusterHost):
         latent = pages_of(
             operands.latent, latent_columns, sizes.latent_stride, sizes.latent_page_stride
         )
-        q_rope_copy = rope_copy = (None, None)
+        q_rope = rope = None
         if const_expr(widths.p > 0):
-            q_rope = rows_of(
+            q_rope_rows = rows_of(
                 operands.q_rope, rope_columns, sizes.q_rope_stride, sizes.q_rope_token_stride
             )
-            q_rope_copy = copies_of(q_rope, TILE, q_rows, self.head_box)
-            rope = pages_of(operands.rope, rope_columns, sizes.rope_stride, sizes.rope_page_stride)
-            rope_copy = copies_of(rope, TILE)
+            q_rope = copies_of(q_rope_rows, TILE, q_rows, self.head_box)
+            rope_pages = pages_of(
+                operands.rope, rope_columns, sizes.rope_stride, sizes.rope_page_stride
+            )
+            rope = copies_of(rope_pages, TILE)
         self.flash_mla(
             *products,
-            *copies_of(q_latent, widths.half, q_rows, self.head_box),
-            *q_rope_copy,
-            *copies_of(latent, widths.half),
-            *rope_copy,
-            *IndexTensors.of(operands, sizes),
-            operands.o_latent,
-            cute.make_tensor(operands.lse, line(sizes.total_rows)),
-            partials.o_partial,
-            cute.make_tensor(partials.lse_partial, line(2 * ctas * ROWS)),
-            cute.make_tensor(partials.merges, line((merge_rows(ctas), 4), stride=(4, 1))),
+            copies_of(q_latent, widths.half, q_rows, self.head_box),
+            q_rope,
+            copies_of(latent, widths.half),
+            rope,
+            IndexTensors.of(operands, sizes),
+            outputs_of(operands, partials, sizes),
             sizes.scale_log2e,
-            requests,
-            queries,
-            total_queries,
-            sizes.heads,
-            sizes.pages,
-            sizes.page_tokens,
-            sizes.max_tokens,
-            sizes.newest,
-            sizes.causal,
-            sizes.sliding_window,
-            sizes.shards,
-            sizes.shard,
-            sizes.whole_items,
-            sizes.group_ctas,
-            sizes.visits,
-            sizes.group_count,
+            read,
             row_layout,
             q_layout,
         ).launch(
@@ -298,42 +283,14 @@ class FlashMLASm90(ClusterHost):
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
         pv_mma_shared: cute.TiledMma,
-        q_copy: cute.CopyAtom,
-        q_global: cute.Tensor,
-        qr_copy: cute.CopyAtom | None,
-        qr_global: cute.Tensor | None,
-        c_copy: cute.CopyAtom,
-        c_global: cute.Tensor,
-        r_copy: cute.CopyAtom | None,
-        r_global: cute.Tensor | None,
-        table: cute.Tensor | None,
-        lengths: cute.Tensor,
-        total_lengths: cute.Tensor | None,
-        query_begins: cute.Tensor | None,
-        tree: cute.Tensor | None,
-        schedule: cute.Tensor | None,
-        o_latent: cute.Pointer,
-        lse: cute.Tensor,
-        o_partial: cute.Pointer,
-        lse_partial: cute.Tensor,
-        merges: cute.Tensor,
+        q_latent: TmaTensor,
+        q_rope: TmaTensor | None,
+        latent: TmaTensor,
+        rope: TmaTensor | None,
+        index: IndexTensors,
+        written: OutputTensors,
         scale_log2e: Float32,
-        requests: Int32,
-        queries: Int32,
-        total_queries: Int32,
-        heads: Int32,
-        pages: Int32,
-        page_tokens: Int32,
-        max_tokens: Int32,
-        newest: Int32,
-        causal: Int32,
-        sliding_window: Int32 | None,
-        shards: Int32,
-        shard: Int32,
-        whole_items: Int32,
-        group_ctas: Int32,
-        visits: Int32,
-        group_count: Int32,
+        sizes: LaunchSizes,
         row_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
     ):
@@ -347,26 +304,23 @@ class FlashMLASm90(ClusterHost):
             init_barriers(barriers, 2 if self.few > 0 else 1)
             reset_merge(merge)
             if const_expr(self.tries_merge):
-                prepare_trial(merge, total_queries * heads)
+                prepare_trial(merge, sizes.total_queries * sizes.heads)
         if warp_index == PRODUCER_WARP:
-            cpasync.prefetch_descriptor(c_copy)
-            cpasync.prefetch_descriptor(q_copy)
-            if const_expr(self.widths.p > 0):
-                cpasync.prefetch_descriptor(r_copy)
-                cpasync.prefetch_descriptor(qr_copy)
+            for read in (latent, q_latent, rope, q_rope):
+                if const_expr(read is not None):
+                    cpasync.prefetch_descriptor(read.copy)
         scheduler = Scheduler.of(
-            IndexTensors(table, lengths, total_lengths, query_begins, tree, schedule), requests,
-            queries, total_queries, heads, max_tokens, newest, causal, sliding_window, shards,
-            shard, whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
+            index, sizes, group, rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
         if const_expr(self.overlap == "first"):
             cute.arch.griddepcontrol_launch_dependents()
-        ctas, cta = group_ctas * group_count, group * group_ctas + rank
+        group_ctas = sizes.group_ctas
+        ctas, cta = group_ctas * sizes.group_count, group * group_ctas + rank
         splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
-            open_merge(merges, ctas, cta, scheduler, schedule)
+            open_merge(written.merges, ctas, cta, scheduler, index.schedule)
         q, even, odd = (
             memory.get_tensor(layout.outer, swizzle=layout.inner)
             for memory, layout in (
@@ -380,23 +334,21 @@ class FlashMLASm90(ClusterHost):
             if warp_index == PRODUCER_WARP:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
-                q_rope = rope = None
-                if const_expr(self.widths.p > 0):
-                    q_rope, rope = TmaTensor(qr_copy, qr_global), TmaTensor(r_copy, r_global)
                 sources = Sources(
-                    TmaTensor(q_copy, q_global), q_rope, TmaTensor(c_copy, c_global), rope,
-                    table, pages, page_tokens, heads, self.head_box,
+                    q_latent, q_rope, latent, rope, index.table, sizes.pages, sizes.page_tokens,
+                    sizes.heads, self.head_box,
                 )  # fmt: skip
                 produce(sources, tiles, barriers, scheduler)
                 if const_expr(self.overlap == "second"):
                     cute.arch.griddepcontrol_wait()
             elif warp_index == WATCHER_WARP:
                 if splits:
-                    watch_starts(merges, records_of(merges, schedule, ctas), merge, ctas, cta)
+                    records = records_of(written.merges, index.schedule, ctas)
+                    watch_starts(written.merges, records, merge, ctas, cta)
         else:
             if const_expr(not self.tries_merge):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            outputs = self._outputs(o_latent, lse, o_partial, lse_partial, merges)
+            outputs = self._outputs(written)
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             mailbox = None
             if const_expr(self.clusters):
@@ -438,19 +390,18 @@ class FlashMLASm90(ClusterHost):
                     )
         if const_expr(self.tries_merge):
             if splits and (warp_index < PRODUCER_WARP or warp_index == TRIAL_WARP):
-                outputs = self._outputs(o_latent, lse, o_partial, lse_partial, merges)
+                outputs = self._outputs(written)
                 working = group_ctas * scheduler.range.groups
                 trial = warp_index // CONSUMER_WARPS
                 merge_partials(
                     outputs, merge, group_ctas, ctas, working, cta, self.q_rows, self.dtype, trial
                 )
 
-    def _outputs(self, o_latent, lse, o_partial, lse_partial, merges) -> Outputs:
+    def _outputs(self, written: OutputTensors) -> Outputs:
         """What the consumers write, in the kernel."""
-        partials = cute.recast_ptr(o_partial, dtype=exchanged_type(self.few))
-        return Outputs(
-            o_latent, lse, partials, lse_partial, merges, self.empty_positive, self.widths
-        )
+        partials = cute.recast_ptr(written.o_partial, dtype=exchanged_type(self.few))
+        written = written._replace(o_partial=partials)
+        return Outputs(*written, self.empty_positive, self.widths)
 
 
 @dataclass

@@ -54,7 +54,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     ROWS,
     VECTOR_BITS,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
+from mla_var3.kernel.cute_python.mla.latent.ops import OutputTensors, final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.records import (
     MOST_SLOTS,
@@ -85,6 +85,22 @@ class CtaState(IntEnum):
 def merge_rows(ctas: int) -> int:
     """Rows of `merges` for a number of CTAs, two slots each."""
     return 3 * ctas + 1
+
+
+def outputs_of(operands: Any, partials: Any, sizes: Any) -> OutputTensors:
+    """The tensors of a traced host entry's operands, `Partials` and `LatentSizes`."""
+    ctas = sizes.group_ctas * sizes.group_count
+
+    def tensor(pointer: Any, shape: Any, stride: Any = None) -> cute.Tensor:
+        return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+    return OutputTensors(
+        operands.o_latent,
+        tensor(operands.lse, sizes.total_rows),
+        partials.o_partial,
+        tensor(partials.lse_partial, 2 * ctas * ROWS),
+        tensor(partials.merges, (merge_rows(ctas), 4), (4, 1)),
+    )
 
 
 def merge_cost(

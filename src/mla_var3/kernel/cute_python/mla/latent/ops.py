@@ -18,14 +18,28 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What the consumers write.
+class OutputTensors(NamedTuple):
+    """What the kernels write, in the order of their arguments.
 
     Attributes:
         o_latent: pointer to the output, [rows, k].
         lse: [rows] float32.
         o_partial, lse_partial, merges: partials of split work tiles, see `merge.py`.
+    """
+
+    o_latent: Any
+    lse: Any
+    o_partial: Any
+    lse_partial: Any
+    merges: Any
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the consumers write.
+
+    Attributes:
+        o_latent, lse, o_partial, lse_partial, merges: see `OutputTensors`.
         empty_positive: see `final_lse`; constant.
         widths: widths of the rows; constant.
     """
@@ -76,6 +90,36 @@ class IndexTensors(NamedTuple):
             tensor(operands.tree, (requests, queries, queries), tree_strides),
             tensor(operands.schedule, (ctas, RANGE_WORDS), (RANGE_WORDS, 1)),
         )
+
+
+class LaunchSizes(NamedTuple):
+    """The numbers of `operands.LatentSizes` that the kernels read, in the order of their arguments.
+
+    In addition, `total_queries`: query tokens of all requests.
+    """
+
+    requests: Any
+    queries: Any
+    total_queries: Any
+    heads: Any
+    pages: Any
+    page_tokens: Any
+    max_tokens: Any
+    newest: Any
+    causal: Any
+    sliding_window: Any
+    shards: Any
+    shard: Any
+    whole_items: Any
+    group_ctas: Any
+    visits: Any
+    group_count: Any
+
+    @classmethod
+    def of(cls, sizes: Any) -> "LaunchSizes":
+        """The numbers of a traced host entry's `LatentSizes`."""
+        own = {name: getattr(sizes, name) for name in cls._fields if name != "total_queries"}
+        return cls(total_queries=sizes.total_rows // sizes.heads, **own)
 
 
 def quotient(dividend, divisor):

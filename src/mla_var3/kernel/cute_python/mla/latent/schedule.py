@@ -21,7 +21,7 @@ from cutlass import Boolean, Int16, Int32, const_expr
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import MOST_TAKEN, THREADS
 from mla_var3.kernel.cute_python.mla.latent.balance import ORDER_WORDS
-from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors
+from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, LaunchSizes
 from mla_var3.kernel.cute_python.mla.latent.records import record_partials, records_of
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     FLAGS,
@@ -53,51 +53,28 @@ class ScheduleSm90:
 
         self.Shared = Shared
         index = IndexTensors.of(operands, sizes)
-        self.schedule(
-            index.lengths, index.total_lengths, index.query_begins, index.schedule, sizes.requests,
-            sizes.queries, sizes.total_rows // sizes.heads, sizes.heads, sizes.max_tokens,
-            sizes.newest, sizes.causal, sizes.sliding_window, sizes.shards, sizes.shard,
-            sizes.whole_items, sizes.group_ctas, sizes.visits, sizes.group_count,
-        ).launch(
+        # What it need not read.
+        index = index._replace(table=None, tree=None)
+        read = LaunchSizes.of(sizes)._replace(pages=None, page_tokens=None)
+        self.schedule(index, read).launch(
             grid=(sizes.group_ctas, sizes.group_count, 1), block=(THREADS, 1, 1), stream=stream
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def schedule(
-        self,
-        lengths: cute.Tensor,
-        total_lengths: cute.Tensor | None,
-        query_begins: cute.Tensor | None,
-        words: cute.Tensor,
-        requests: Int32,
-        queries: Int32,
-        total_queries: Int32,
-        heads: Int32,
-        max_tokens: Int32,
-        newest: Int32,
-        causal: Int32,
-        sliding_window: Int32 | None,
-        shards: Int32,
-        shard: Int32,
-        whole_items: Int32,
-        group_ctas: Int32,
-        visits: Int32,
-        group_count: Int32,
-    ):
+    def schedule(self, index: IndexTensors, sizes: LaunchSizes):
         thread, _, _ = cute.arch.thread_idx()
         rank, group, _ = cute.arch.block_idx()
         store = SmemAllocator().allocate(self.Shared)
+        words = index.schedule
         scheduler = Scheduler.of(
-            IndexTensors(None, lengths, total_lengths, query_begins, None, None), requests, queries,
-            total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
-            whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
+            index._replace(schedule=None), sizes, group, rank, self.clusters,
             *(() if self.clusters else (store.order.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
-        cta = group * group_ctas + rank
+        cta = group * sizes.group_ctas + rank
         if thread == 0:
             write_range(words, cta, scheduler)
-            records = records_of(words, words, group_ctas * group_count)
+            records = records_of(words, words, sizes.group_ctas * sizes.group_count)
             record_partials(records, cta, scheduler)
         if const_expr(scheduler.taken is not None):
             if scheduler.range.balanced:

@@ -23,7 +23,13 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.latent.balance import NO_VISIT, balanced, item_at
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit, window_begin
-from mla_var3.kernel.cute_python.mla.latent.ops import blocks_of, divided, quotient
+from mla_var3.kernel.cute_python.mla.latent.ops import (
+    IndexTensors,
+    LaunchSizes,
+    blocks_of,
+    divided,
+    quotient,
+)
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     CLUSTER,
     Batch,
@@ -138,21 +144,8 @@ class Scheduler:
     @classmethod
     def of(
         cls,
-        index: Any,
-        requests: Any,
-        queries: Any,
-        total_queries: Any,
-        heads: Any,
-        max_tokens: Any,
-        newest: Any,
-        causal: Any,
-        sliding_window: Any,
-        shards: Any,
-        shard: Any,
-        whole_items: Any,
-        group_ctas: Any,
-        visits: Any,
-        group_count: Any,
+        index: IndexTensors,
+        sizes: LaunchSizes,
         group: Any,
         rank: Any,
         clusters: bool = False,
@@ -162,22 +155,24 @@ class Scheduler:
         """The scheduler of a CTA, with the range of its group.
 
         Args:
-            index: `latent.ops.IndexTensors`.
-            requests, queries, total_queries, heads, max_tokens, newest, causal, sliding_window,
-                shards, shard, whole_items, group_ctas, visits, group_count: as in the kernel's
-                contract.
+            index: what the scheduler reads.
+            sizes: numbers of the launch.
             group, rank: this CTA's.
             clusters: see the class.
             words, taken: shared memory for sorting items and for those that the group takes; None
                 where they are never balanced.
         """
         lengths, total_lengths, begins = index.lengths, index.total_lengths, index.query_begins
+        queries, total_queries, heads = sizes.queries, sizes.total_queries, sizes.heads
+        shards, shard, visits = sizes.shards, sizes.shard, sizes.visits
+        group_ctas, group_count = sizes.group_ctas, sizes.group_count
         window, packed = None, None
-        if sliding_window is not None:
-            window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
+        if sizes.sliding_window is not None:
+            window = SlidingWindow(sizes.sliding_window, queries, total_lengths, shards, shard)
         if begins is not None:
             packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
-        batch = Batch(lengths, requests, visits, newest, max_tokens, window, packed)
+        newest, max_tokens = sizes.newest, sizes.max_tokens
+        batch = Batch(lengths, sizes.requests, visits, newest, max_tokens, window, packed)
         items, first = None, None
         if words is not None:
             items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
@@ -187,13 +182,13 @@ class Scheduler:
             if items is not None:
                 take_items(index.schedule, cta, items, own.balanced)
         else:
-            own = work_range(batch, whole_items, group_ctas, group, group_count, clusters)
+            own = work_range(batch, sizes.whole_items, group_ctas, group, group_count, clusters)
             if words is not None:
                 own = balanced(batch, own, words, items, group_ctas, group, group_count)
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
-            max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
-            clusters, items, first,
+            max_tokens, group_ctas, visits, newest, sizes.causal, shards, shard, window, group,
+            rank, clusters, items, first,
         )  # fmt: skip
 
     def first_tile(self) -> WorkTile:

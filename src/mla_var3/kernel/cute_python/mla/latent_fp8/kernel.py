@@ -37,8 +37,8 @@ from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     WATCHER_WARP,
     merge_partials,
-    merge_rows,
     open_merge,
+    outputs_of,
     watch_starts,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -47,7 +47,12 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     Partials,
     groups_of,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
+from mla_var3.kernel.cute_python.mla.latent.ops import (
+    IndexTensors,
+    LaunchSizes,
+    Outputs,
+    OutputTensors,
+)
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 from mla_var3.kernel.cute_python.mla.latent.records import (
     TABLE_WORDS,
@@ -144,7 +149,7 @@ class LatentFp8Sm90(ClusterHost):
         def copies_of(tensor, atom, tile):
             load = cpasync.CopyBulkTensorTileG2SOp()
             layout = cute.tile_to_shape(atom, tile, order=(0, 1))
-            return cpasync.make_tiled_tma_atom(load, tensor, layout, tile)
+            return TmaTensor(*cpasync.make_tiled_tma_atom(load, tensor, layout, tile))
 
         def mma(kind, columns, source):
             K = OperandMajorMode.K
@@ -157,18 +162,18 @@ class LatentFp8Sm90(ClusterHost):
         q_rope_layout = cute.tile_to_shape(rope_atom, (ROWS, ROPE), order=(0, 1))
         p_layout = cute.tile_to_shape(p_atom, (self.columns, KV_BLOCK, STAGES), order=(0, 1, 2))
 
-        scale_copies = (None, None)
-        cache_scale = None
+        scales = cache_scale = None
         if const_expr(self.per_token):
             stride = cute.assume(sizes.scales_page_stride, divby=4)
             scale_tensor = cute.make_tensor(
                 operands.scales,
                 cute.make_layout((sizes.page_tokens, sizes.pages), stride=(1, stride)),
             )
-            scale_copies = cpasync.make_tiled_tma_atom(
+            scale_copy = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileG2SOp(), scale_tensor, cute.make_layout(KV_BLOCK),
                 (KV_BLOCK,),
             )  # fmt: skip
+            scales = TmaTensor(*scale_copy)
         else:
             cache_scale = cute.make_tensor(operands.scales, cute.make_layout(1))
         self.block_bytes = KV_BLOCK * (LATENT + ROPE * rope_element.width // 8)
@@ -207,58 +212,36 @@ class LatentFp8Sm90(ClusterHost):
             keys: cute.struct.Align[cute.struct.MemRange[element, KV_BLOCK * LATENT * STAGES], 1024]
 
         self.Shared = Shared
-        line = cute.make_layout
-        requests, queries = sizes.requests, sizes.queries
-        ctas = sizes.group_ctas * sizes.group_count
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         self.latent_fp8(
             mma(element, KV_BLOCK, shared),
             mma(rope_element, KV_BLOCK, shared),
             mma(element, self.columns, registers),
-            *copies_of(
+            copies_of(
                 pages_of(
                     operands.latent, (COLUMN_TILE, LATENT // COLUMN_TILE), sizes.latent_stride,
                     sizes.latent_page_stride, 16,
                 ),
                 wide, (KV_BLOCK, LATENT),
             ),
-            *copies_of(
+            copies_of(
                 pages_of(
                     operands.rope, ROPE, sizes.rope_stride, sizes.rope_page_stride, rope_step
                 ),
                 rope_atom, (KV_BLOCK, ROPE),
             ),
-            *scale_copies,
+            scales,
             cache_scale,
             operands.q_latent,
             operands.q_rope,
-            *IndexTensors.of(operands, sizes),
-            operands.o_latent,
-            cute.make_tensor(operands.lse, line(sizes.total_rows)),
-            partials.o_partial,
-            cute.make_tensor(partials.lse_partial, line(2 * ctas * ROWS)),
-            cute.make_tensor(partials.merges, line((merge_rows(ctas), 4), stride=(4, 1))),
+            IndexTensors.of(operands, sizes),
+            outputs_of(operands, partials, sizes),
             sizes.scale_log2e,
-            sizes.q_latent_stride,
-            sizes.q_rope_stride,
-            sizes.q_latent_token_stride,
-            sizes.q_rope_token_stride,
-            requests,
-            queries,
-            sizes.total_rows // sizes.heads,
-            sizes.heads,
-            sizes.pages,
-            sizes.page_tokens,
-            sizes.max_tokens,
-            sizes.newest,
-            sizes.causal,
-            sizes.sliding_window,
-            sizes.shards,
-            sizes.shard,
-            sizes.whole_items,
-            sizes.group_ctas,
-            sizes.visits,
-            sizes.group_count,
+            (
+                sizes.q_latent_stride, sizes.q_rope_stride, sizes.q_latent_token_stride,
+                sizes.q_rope_token_stride,
+            ),
+            LaunchSizes.of(sizes),
             key_layout,
             rope_layout,
             q_layout,
@@ -279,47 +262,17 @@ class LatentFp8Sm90(ClusterHost):
         qk_mma: cute.TiledMma,
         rope_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        c_copy: cute.CopyAtom,
-        c_global: cute.Tensor,
-        r_copy: cute.CopyAtom,
-        r_global: cute.Tensor,
-        scale_copy: cute.CopyAtom | None,
-        scale_global: cute.Tensor | None,
+        latent: TmaTensor,
+        rope: TmaTensor,
+        token_scales: TmaTensor | None,
         cache_scale: cute.Tensor | None,
         q_latent: cute.Pointer,
         q_rope: cute.Pointer,
-        table: cute.Tensor | None,
-        lengths: cute.Tensor,
-        total_lengths: cute.Tensor | None,
-        query_begins: cute.Tensor | None,
-        tree: cute.Tensor | None,
-        schedule: cute.Tensor | None,
-        o_latent: cute.Pointer,
-        lse: cute.Tensor,
-        o_partial: cute.Pointer,
-        lse_partial: cute.Tensor,
-        merges: cute.Tensor,
+        index: IndexTensors,
+        written: OutputTensors,
         scale_log2e: Float32,
-        q_latent_stride: Int32,
-        q_rope_stride: Int32,
-        q_latent_token_stride: Int32,
-        q_rope_token_stride: Int32,
-        requests: Int32,
-        queries: Int32,
-        total_queries: Int32,
-        heads: Int32,
-        pages: Int32,
-        page_tokens: Int32,
-        max_tokens: Int32,
-        newest: Int32,
-        causal: Int32,
-        sliding_window: Int32 | None,
-        shards: Int32,
-        shard: Int32,
-        whole_items: Int32,
-        group_ctas: Int32,
-        visits: Int32,
-        group_count: Int32,
+        q_strides: tuple[Int32, Int32, Int32, Int32],
+        sizes: LaunchSizes,
         key_layout: cute.ComposedLayout,
         rope_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
@@ -344,21 +297,19 @@ class LatentFp8Sm90(ClusterHost):
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
         if warp_index == PRODUCER_WARP:
-            cpasync.prefetch_descriptor(c_copy)
-            cpasync.prefetch_descriptor(r_copy)
-            if const_expr(self.per_token):
-                cpasync.prefetch_descriptor(scale_copy)
+            for read in (latent, rope, token_scales):
+                if const_expr(read is not None):
+                    cpasync.prefetch_descriptor(read.copy)
         scheduler = Scheduler.of(
-            IndexTensors(table, lengths, total_lengths, query_begins, tree, schedule), requests,
-            queries, total_queries, heads, max_tokens, newest, causal, sliding_window, shards,
-            shard, whole_items, group_ctas, visits, group_count, group, rank, self.clusters,
+            index, sizes, group, rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()
-        ctas, cta = group_ctas * group_count, group * group_ctas + rank
+        group_ctas = sizes.group_ctas
+        ctas, cta = group_ctas * sizes.group_count, group * group_ctas + rank
         splits = scheduler.range.splits
         if thread == WATCHER_WARP * 32 and splits:
-            open_merge(merges, ctas, cta, scheduler, schedule)
+            open_merge(written.merges, ctas, cta, scheduler, index.schedule)
 
         def tiles(memory, layout):
             return memory.get_tensor(layout.outer, swizzle=layout.inner)
@@ -383,27 +334,23 @@ class LatentFp8Sm90(ClusterHost):
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
-                scale_source = None
-                if const_expr(self.per_token):
-                    scale_source = TmaTensor(scale_copy, scale_global)
                 cache = Cache(
-                    TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global), scale_source,
-                    table, pages, page_tokens // KV_BLOCK, self.block_bytes,
+                    latent, rope, token_scales, index.table, sizes.pages,
+                    sizes.page_tokens // KV_BLOCK, self.block_bytes,
                 )  # fmt: skip
                 produce(cache, blocks, barriers, scheduler, first_block, self.early)
             elif warp_index == WATCHER_WARP:
                 if splits:
-                    watch_starts(merges, records_of(merges, schedule, ctas), merge, ctas, cta)
+                    records = records_of(written.merges, index.schedule, ctas)
+                    watch_starts(written.merges, records, merge, ctas, cta)
             else:
                 compute_means(means, store.keys.data_ptr(), scales, barriers)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             widths = LatentWidths()
             # Partials in 16 bits take half the time, and what they lose is little beside 8 bits.
-            partials = cute.recast_ptr(o_partial, dtype=BFloat16)
-            outputs = Outputs(
-                o_latent, lse, partials, lse_partial, merges, self.empty_positive, widths
-            )
+            partials = cute.recast_ptr(written.o_partial, dtype=BFloat16)
+            outputs = Outputs(*written._replace(o_partial=partials), self.empty_positive, widths)
             p_words = cute.make_tensor(
                 cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
                 cute.make_layout(self.columns * KV_BLOCK * STAGES // 4),
@@ -433,10 +380,7 @@ class LatentFp8Sm90(ClusterHost):
                 cute.arch.griddepcontrol_wait()
             consume(
                 Mmas(qk_mma, rope_mma, pv_mma), blocks, store.keys.data_ptr(), barriers,
-                Queries(
-                    q_latent, q_rope, q_latent_stride, q_rope_stride, q_latent_token_stride,
-                    q_rope_token_stride, heads, self.dtype,
-                ),
+                Queries(q_latent, q_rope, *q_strides, sizes.heads, self.dtype),
                 exchange, means, first_token, outputs, whole_scale, scale_log2e, scheduler,
                 self.columns, mailbox, self.early,
             )  # fmt: skip
