@@ -140,6 +140,20 @@ def test_configs_of_all_kinds_are_read(machine, capsys, tmp_path, changes):
     assert found["findings"][-1]["found"] == "deepseek_v3, cache rows of 512+64, 128 heads per GPU"
 
 
+def test_a_model_whose_class_in_vllm_has_no_latent_attention(machine, capsys, tmp_path):
+    model = write_model(
+        tmp_path, model_type="minicpm3", kv_lora_rank=256, qk_rope_head_dim=32,
+        num_attention_heads=40,
+    )  # fmt: skip
+    engines = {"vllm": "0.32.0", "sglang": "0.5.23"}
+    for installed, code in ((["vllm"], 1), (["sglang"], 0), (["vllm", "sglang"], 0)):
+        machine({"nvidia-cutlass-dsl": "4.8.0"} | {name: engines[name] for name in installed})
+        found_code, found = report(capsys, "--model", str(model))
+        assert found_code == code and found["ready"] is (code == 0)
+        assert ["sglang" in command for command in found["commands"]] == [True] * (1 - code)
+        assert ("model in vllm" in verdicts(found)) is ("vllm" in installed)
+
+
 @pytest.mark.parametrize("key", ["kv_lora_rank", "qk_rope_head_dim", "num_attention_heads"])
 @pytest.mark.parametrize("value", ["many", [64], 64.5, -1, True])
 def test_a_config_with_a_wrong_number(machine, capsys, tmp_path, key, value):

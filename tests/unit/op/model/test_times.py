@@ -1,5 +1,6 @@
 """The one model of time: against the records, and the same number from every command."""
 
+import itertools
 import json
 import math
 import statistics
@@ -190,6 +191,35 @@ def test_steady_times_on_8_bit_caches(s, cache_dtype, us_for_a_second):
     problem = MlaProblem(b=32, s=s, t=4096, h=128)
     expected = found("flash_mla", Workload(problem, cache_dtype=cache_dtype))
     assert expected.steady_kernel_us == pytest.approx(us_for_a_second, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "b", "s", "time_us"),
+    [("flash_mla", 64, 1, 153.8), ("flash_mla_split_kv", 64, 1, 120.8),
+     ("flash_mla_split_kv", 64, 1, 129.3), ("flash_mla_split_kv", 16, 4, 68.3)],
+)  # fmt: skip
+def test_tiles_of_few_rows_take_as_long_in_cutile(kernel, b, s, time_us):
+    """16 heads, t=4096, by the record 2026-11-16-nvidia-h200-models.md."""
+    rates = kernel_rates(H200.name, kernel, "cutile-dsl", None)
+    assert rates is not None
+    expected = found(kernel, Workload(MlaProblem(b=b, s=s, t=4096, h=16)), "cutile-dsl")
+    assert abs(math.log(expected.kernel_us / time_us)) < rates.error
+
+
+@pytest.mark.parametrize(
+    ("kernel", "language", "steps"),
+    [("flash_mla", "cutile-dsl", 0.0), ("flash_mla", "cute-dsl", 0.01),
+     ("flash_attention", "cutile-dsl", 0.0), ("flash_attention", "cute-dsl", 0.01),
+     ("flash_mla_split_kv", "cutile-dsl", 0.08)],
+)  # fmt: skip
+@pytest.mark.parametrize("b", [1, 8, 32, 128])
+@pytest.mark.parametrize("h", [16, 64, 128])
+def test_more_query_tokens_take_no_less_time(kernel, language, steps, b, h):
+    """But for steps in the number of splits."""
+    problems = [MlaProblem(b=b, s=s, t=4096, h=h) for s in range(1, 129)]
+    times = [found(kernel, Workload(problem), language).kernel_us for problem in problems]
+    for s, (fewer, more) in enumerate(itertools.pairwise(times), start=1):
+        assert more >= fewer * (1 - steps - 1e-9), s
 
 
 def test_no_ideal_time_is_above_a_recorded_one():

@@ -110,7 +110,9 @@ def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimat
 
 def _flash_mla(work: Workload, target: Target) -> Estimate:
     cost = flash_mla_cost(work.problem, work.token_bytes)
-    time_us = attention_us(cost, _latent_tiles(work.problem), target, work.problem.dtype)
+    tiles = _latent_tiles(work.problem)
+    filled = _filled(work.problem, tiles)
+    time_us = attention_us(cost, tiles, target, work.problem.dtype, filled)
     return _estimate(target, work.problem, time_us, [cost], _projections(work, target), latent=cost)
 
 
@@ -118,7 +120,9 @@ def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
     problem = work.problem
     splits = split_count(problem, target.spec.sm_count)
     attention, merge = flash_mla_split_kv_stages(problem, splits, work.token_bytes)
-    time_us = attention_us(attention, _latent_tiles(problem) * splits, target, problem.dtype)
+    tiles = _latent_tiles(problem)
+    filled = _filled(problem, tiles)
+    time_us = attention_us(attention, tiles * splits, target, problem.dtype, filled)
     return _estimate(
         target,
         problem,
@@ -133,7 +137,8 @@ def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
 
 def _flash_attention(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_attention_cost(work.problem)
-    time_us = attention_us(cost, _head_tiles(problem), target, problem.dtype)
+    tiles = _head_tiles(problem)
+    time_us = attention_us(cost, tiles, target, problem.dtype, _filled(problem, tiles))
     has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
     has_copy = has_copy and work.window_dtype is None and work.whole_copy
     around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
@@ -460,6 +465,11 @@ def _estimate(
 
 def _latent_tiles(problem: MlaProblem) -> int:
     return problem.b * -(-problem.s * problem.h // TILE_ROWS)
+
+
+def _filled(problem: MlaProblem, tiles: int) -> float:
+    """Share of the rows of so many query tiles that are query rows."""
+    return problem.b * problem.s * problem.h / (tiles * TILE_ROWS)
 
 
 def _head_tiles(problem: MlaProblem) -> int:

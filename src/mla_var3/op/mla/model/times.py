@@ -211,20 +211,31 @@ def power_limit_us(
     return rates.least_us(joules) + others_us
 
 
-def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
+def attention_us(cost: Cost, tiles: int, target: Target, dtype: str, filled: float = 1.0) -> float:
     """Burst time of an attention kernel with so many query tiles.
 
     A kernel that splits its work over the KV tokens does so where that is faster than whole tiles
-    on some of the SMs.
+    on some of the SMs. Those in cuTile do not, and compute whole tiles.
+
+    Args:
+        cost: FLOPs and bytes.
+        tiles: query tiles.
+        target: the kernel and the device.
+        dtype: of the products.
+        filled: share of the tiles' rows that are query rows.
     """
     rates, sms = target.rates, target.spec.sm_count
+    whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
     fill = tiles / (-(-tiles // sms) * sms)  # share of SM turns that have a work tile
     if rates is None:
         tflops, gbps = target.spec.peak_rates(dtype)
         if target.has_8_bit_products:
             tflops *= FP8_SPEED
-        whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
         return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
+    if whole_tiles:
+        turns = -(-tiles // sms)
+        work_us = rates.work_us(cost.flops / (fill * filled), cost.bytes)
+        return rates.fixed_us + turns * rates.tile_us + work_us
     even_us = rates.work_us(cost.flops, cost.bytes)
     even_us += tiles / sms * rates.tile_us
     whole_us = even_us / fill

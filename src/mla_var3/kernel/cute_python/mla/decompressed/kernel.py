@@ -35,7 +35,7 @@ shared memory (`fp8_few.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -64,7 +64,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.producer import (
     init_barriers,
     produce,
 )
-from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, Sizes
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
@@ -213,11 +213,12 @@ class DecompressedSm90:
             return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
 
         def copies(source, atom, tile, stages):
-            """A copy of one tile, what it reads, and the layout of all stages."""
+            """What a copy of one tile reads, and the layout of all stages."""
             one = cute.tile_to_shape(atom, tile, order=(0, 1))
             load = cpasync.CopyBulkTensorTileG2SOp()
             copy, view = cpasync.make_tiled_tma_atom(load, source, one, tile)
-            return copy, view, cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+            layout = cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
+            return TmaTensor(copy, view), layout
 
         wide_atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
         head_slots = self.stages * self.stage_heads
@@ -234,18 +235,18 @@ class DecompressedSm90:
             value_layout = cute.tile_to_shape(
                 plain_atom, (HEAD, KV_BLOCK, head_slots), order=(0, 1, 2)
             )
-            value_copies = (
-                cute.make_copy_atom(cpasync.CopyBulkG2SOp(), element), value_tensor, value_layout,
-            )  # fmt: skip
+            value_copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), element)
+            values = TmaTensor(value_copy, value_tensor)
             scale_tensor = tensor(
                 args.scales,
                 (2 * args.slots, args.heads, owners),
                 (1, 2 * args.slots, Int64(args.heads) * 2 * args.slots),
             )
             scale_load = cpasync.CopyBulkTensorTileG2SOp()
-            scale_copies = cpasync.make_tiled_tma_atom(
+            scale_copy = cpasync.make_tiled_tma_atom(
                 scale_load, scale_tensor, cute.make_layout(2 * KV_BLOCK), (2 * KV_BLOCK,)
             )
+            scales: Any = TmaTensor(*scale_copy)
         else:
             key_columns, value_columns = (TILE, d // TILE), (TILE, v // TILE)
             column_strides = (1, TILE)
@@ -255,16 +256,16 @@ class DecompressedSm90:
                 (args.slots, value_columns, args.heads, owners),
                 (*value_strides, aligned(args.value_head), aligned(args.value_request)),
             )
-            value_copies = copies(value_tensor, wide_atom, (self.kv_block, v), head_slots)
-            scale_copies = (None, None)
+            values, value_layout = copies(value_tensor, wide_atom, (self.kv_block, v), head_slots)
+            scales = None
         key_strides = (aligned(args.key_token), column_strides)
         key_tensor = tensor(
             args.keys,
             (args.slots, key_columns, args.heads, owners),
             (*key_strides, aligned(args.key_head), aligned(args.key_request)),
         )
-        key_copies = copies(key_tensor, wide_atom, (self.kv_block, d), head_slots)
-        rope_copies = (None, None, None)
+        keys, key_layout = copies(key_tensor, wide_atom, (self.kv_block, d), head_slots)
+        rope = rope_layout = None
         if const_expr(p > 0):
             rope_tensor = tensor(
                 args.k_rope,
@@ -277,7 +278,7 @@ class DecompressedSm90:
             # As wide as a row.
             rope_kind = kinds.K_SW128 if p * 2 >= 128 else kinds.K_SW64
             rope_atom = warpgroup.make_smem_layout_atom(rope_kind, dtype)
-            rope_copies = copies(rope_tensor, rope_atom, (self.kv_block, p), self.stages)
+            rope, rope_layout = copies(rope_tensor, rope_atom, (self.kv_block, p), self.stages)
 
         def mma(kind, b_major, columns, shared=False):
             source = warpgroup.OperandSource.RMEM  # queries, or probabilities
@@ -325,10 +326,8 @@ class DecompressedSm90:
             mma(element, K, self.kv_block, self.query_rows > 0),
             mma(dtype, K, self.kv_block, self.query_rows > 0),
             mma(element, K if const_expr(self.fp8) else MN, v),
-            *key_copies,
-            *value_copies,
-            *rope_copies,
-            *scale_copies,
+            Sources(keys, values, rope, scales),
+            (key_layout, value_layout, rope_layout),
             args.q_nope,
             args.q_rope,
             cute.make_tensor(args.lengths, cute.make_layout(args.requests)),
@@ -336,13 +335,7 @@ class DecompressedSm90:
             o,
             cute.make_tensor(lse, cute.make_layout(written)),
             args.scale_log2e,
-            args.requests,
-            args.queries,
-            args.heads,
-            args.slots,
-            args.kept,
-            args.causal,
-            args.splits,
+            Sizes(*(getattr(args, name) for name in Sizes._fields)),
             args.ctas,
         ).launch(grid=(args.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
         if const_expr(self.partials):
@@ -356,17 +349,8 @@ class DecompressedSm90:
         qk_mma: cute.TiledMma,
         rope_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        k_copy: cute.CopyAtom,
-        k_global: cute.Tensor,
-        k_layout: cute.ComposedLayout,
-        v_copy: cute.CopyAtom,
-        v_global: cute.Tensor,
-        v_layout: cute.ComposedLayout,
-        r_copy: cute.CopyAtom | None,
-        r_global: cute.Tensor | None,
-        r_layout: cute.ComposedLayout | None,
-        scale_copy: cute.CopyAtom | None,
-        scale_global: cute.Tensor | None,
+        sources: Sources,
+        layouts: tuple[Any, Any, Any],
         q_nope: cute.Pointer,
         q_rope: cute.Pointer | None,
         lengths: cute.Tensor,
@@ -374,13 +358,7 @@ class DecompressedSm90:
         o: cute.Pointer,
         lse: cute.Tensor,
         scale_log2e: Float32,
-        requests: Int32,
-        queries: Int32,
-        heads: Int32,
-        slots: Int32,
-        kept: Int32,
-        causal: Int32,
-        splits: Int32,
+        sizes: Sizes,
         ctas: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -394,31 +372,23 @@ class DecompressedSm90:
         if thread == 0:
             init_barriers(pipeline)
         cute.arch.sync_threads()
-        s_k = store.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_v = store.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        s_r, rope_layout = None, cast("Any", r_layout)
-        if const_expr(self.widths.p > 0):
+        key_layout, value_layout, rope_layout = layouts
+        s_k = store.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
+        s_v = store.values.get_tensor(value_layout.outer, swizzle=value_layout.inner)
+        s_r = None
+        if const_expr(rope_layout is not None):
             s_r = store.rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
         s_scales = None
-        scale_source = None
         if const_expr(self.fp8):
             scale_layout = cute.make_layout((2 * KV_BLOCK, self.stage_heads * self.stages))
             s_scales = store.scales.get_tensor(scale_layout)
-            scale_source = TmaTensor(scale_copy, scale_global)
         scheduler = Scheduler(
-            lengths, requests, queries, heads, slots, kept, causal, splits,
-            self.pairing == TILES, self.shared, starts, self.alone, self.kv_block,
+            lengths, *sizes, pair_tiles=self.pairing == TILES, shared=self.shared, starts=starts,
+            alone=self.alone, kv_block=self.kv_block,
         )  # fmt: skip
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
-                rope_source = None
-                if const_expr(self.widths.p > 0):
-                    rope_source = TmaTensor(r_copy, r_global)
-                sources = Sources(
-                    TmaTensor(k_copy, k_global), TmaTensor(v_copy, v_global), rope_source,
-                    scale_source,
-                )  # fmt: skip
                 shared_kv = SharedKv(s_k, s_v, s_r, s_scales)
                 produce(
                     sources, shared_kv, pipeline, scheduler, cta, ctas, self.widths,

@@ -6,7 +6,7 @@ A stage of the pipeline holds keys, values and rope keys of one KV block, of one
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -94,8 +94,7 @@ def init_barriers(pipeline: cutlass.Constexpr):
     cute.arch.mbarrier_init_fence()
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(NamedTuple):
     """What the producer reads; `rope` is None where p is 0, `scales` in 16 bits."""
 
     keys: TmaTensor

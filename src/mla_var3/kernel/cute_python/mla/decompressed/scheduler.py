@@ -7,7 +7,7 @@ data: the heads of a request share its rope keys, the query tiles of a head its 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -44,6 +44,18 @@ def choose_splits(requests: int, request_tiles: int, kv_blocks: int, ctas: int) 
         return work_tiles * splits / (rounds * ctas) - SPLIT_COST * splits
 
     return max(range(1, min(most, MOST_SPLITS) + 1), key=worth)
+
+
+class Sizes(NamedTuple):
+    """Numbers of `Scheduler`, in the order of the kernel's arguments."""
+
+    requests: Any
+    queries: Any
+    heads: Any
+    slots: Any
+    kept: Any
+    causal: Any
+    splits: Any
 
 
 @dataclass(frozen=True)

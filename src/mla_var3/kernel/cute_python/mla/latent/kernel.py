@@ -306,7 +306,8 @@ class FlashMLASm90(ClusterHost):
             if const_expr(self.tries_merge):
                 prepare_trial(merge, sizes.total_queries * sizes.heads)
         if warp_index == PRODUCER_WARP:
-            for read in (latent, q_latent, rope, q_rope):
+            reads: tuple[Any, ...] = (latent, q_latent, rope, q_rope)
+            for read in reads:
                 if const_expr(read is not None):
                     cpasync.prefetch_descriptor(read.copy)
         scheduler = Scheduler.of(

@@ -297,7 +297,8 @@ class LatentFp8Sm90(ClusterHost):
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
         if warp_index == PRODUCER_WARP:
-            for read in (latent, rope, token_scales):
+            reads: tuple[Any, ...] = (latent, rope, token_scales)
+            for read in reads:
                 if const_expr(read is not None):
                     cpasync.prefetch_descriptor(read.copy)
         scheduler = Scheduler.of(

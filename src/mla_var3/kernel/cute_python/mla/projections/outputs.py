@@ -228,7 +228,7 @@ class DecompressCombineSm90:
 
         def copies_of(tensor, atom, shape):
             layout = cute.tile_to_shape(atom, shape, order=(0, 1))
-            return cpasync.make_tiled_tma_atom(load, tensor, layout, shape)
+            return TmaTensor(*cpasync.make_tiled_tma_atom(load, tensor, layout, shape))
 
         row_stride = cute.assume(Int64(heads) * k, divby=8)
         latent_rows = cute.make_layout((rows, k, heads), stride=(row_stride, 1, k))
@@ -261,8 +261,8 @@ class DecompressCombineSm90:
             lse_tensors = tuple(cute.make_tensor(each, line) for each in given)
         self.decompress_combine(
             mma,
-            *copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
-            *copies_of(cute.make_tensor(w_uv, weights), w_swizzle, (TILE, columns)),
+            copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
+            copies_of(cute.make_tensor(w_uv, weights), w_swizzle, (TILE, columns)),
             *lse_tensors,
             o_new,
             o,
@@ -283,10 +283,8 @@ class DecompressCombineSm90:
     def decompress_combine(
         self,
         mma: cute.TiledMma,
-        x_copy: cute.CopyAtom,
-        x_global: cute.Tensor,
-        w_copy: cute.CopyAtom,
-        w_global: cute.Tensor,
+        x: TmaTensor,
+        w: TmaTensor,
         lse_latent: cute.Tensor | None,
         lse_new: cute.Tensor | None,
         lse: cute.Tensor | None,
@@ -315,7 +313,6 @@ class DecompressCombineSm90:
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
-                x, w = TmaTensor(x_copy, x_global), TmaTensor(w_copy, w_global)
                 self.produce(x, w, s_x, s_w, barriers, share)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

@@ -91,8 +91,8 @@ class ProjectQueriesSm90:
 
         def copies_of(copy, pointer, layout, shape):
             shared = cute.tile_to_shape(swizzle, shape, order=(0, 1))
-            return cpasync.make_tiled_tma_atom(
-                copy, cute.make_tensor(pointer, layout), shared, shape
+            return TmaTensor(
+                *cpasync.make_tiled_tma_atom(copy, cute.make_tensor(pointer, layout), shared, shape)
             )
 
         # Columns as (64, tiles): a copy then takes both column tiles of a work tile at once.
@@ -124,9 +124,9 @@ class ProjectQueriesSm90:
         self.Shared = Shared
         self.project_queries(
             mma,
-            *copies_of(load, q_nope, rows_of(d), (ROWS, d)),
-            *copies_of(load, w_uk, weights, (d, TILE_COLUMNS)),
-            *copies_of(store, q_latent, rows_of(k), (ROWS, TILE_COLUMNS)),
+            copies_of(load, q_nope, rows_of(d), (ROWS, d)),
+            copies_of(load, w_uk, weights, (d, TILE_COLUMNS)),
+            copies_of(store, q_latent, rows_of(k), (ROWS, TILE_COLUMNS)),
             queries,
             heads,
             cute.tile_to_shape(swizzle, (ROWS, held, STAGES), order=(0, 1, 2)),
@@ -143,12 +143,9 @@ class ProjectQueriesSm90:
     def project_queries(
         self,
         mma: cute.TiledMma,
-        x_copy: cute.CopyAtom,
-        x_global: cute.Tensor,
-        w_copy: cute.CopyAtom,
-        w_global: cute.Tensor,
-        y_copy: cute.CopyAtom,
-        y_global: cute.Tensor,
+        read_x: TmaTensor,
+        read_w: TmaTensor,
+        written: TmaTensor,
         queries: Int32,
         heads: Int32,
         x_layout: cute.ComposedLayout,
@@ -172,9 +169,9 @@ class ProjectQueriesSm90:
         s_y = self.first_columns(held, TILE_COLUMNS)  # (64, 128, stage)
         s_w = shared.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (d, 128)
 
-        load_x = transfer(TmaTensor(x_copy, x_global), s_x, (ROWS, self.d))
-        load_w = transfer(TmaTensor(w_copy, w_global), s_w, (self.d, TILE_COLUMNS))
-        store_y = transfer(TmaTensor(y_copy, y_global), s_y, (ROWS, TILE_COLUMNS))
+        load_x = transfer(read_x, s_x, (ROWS, self.d))
+        load_w = transfer(read_w, s_w, (self.d, TILE_COLUMNS))
+        store_y = transfer(written, s_y, (ROWS, TILE_COLUMNS))
 
         part_of = mma.get_slice(thread)
         x = mma.make_fragment_A(part_of.partition_A(s_x))
@@ -228,7 +225,7 @@ class ProjectQueriesSm90:
             if warp_index == 0:
                 part = tile // row_tiles
                 at = (None, tile % row_tiles, part % self.column_parts, part // self.column_parts)
-                cute.copy(y_copy, store_y.shared[(None, stage)], store_y.tiles[at])
+                cute.copy(written.copy, store_y.shared[(None, stage)], store_y.tiles[at])
                 cute.arch.cp_async_bulk_commit_group()
             stage ^= 1
             if stage == 0:
