@@ -209,7 +209,8 @@ def merge_partials(
             merge_own_rows(outputs, shared, group_ctas, ctas, rows, dtype, False)
             leave_merge(outputs.merges, shared, ctas, readers)
     else:
-        staying, readers = Int32(1), Int64(0)
+        # Also `stays`: nvidia-cutlass-dsl 4.6 wants to know it before the branch.
+        stays, staying, readers = Boolean(True), Int32(1), Int64(0)
         if trial == 0:
             stays, readers = join_merge(outputs.merges, shared, ctas, working, cta)
             staying = stays.to(Int32)
