@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-engines, the environment of `make test-engines`: vLLM's CPU build, SGLang and
-# transformers beside this checkout. About 1.7 GB; quick when nothing changed.
+# transformers beside this checkout. About 2 GB; quick when nothing changed.
 #   ENGINES_VENV  where it lies (default: .venv-engines in the repository)
 #   PYTHON        interpreter to build with (default: python3)
 #   PACKAGES_ONLY if set, stops before this checkout is installed: tests may read it meanwhile

@@ -293,13 +293,36 @@ def ring_operands(plan: Any) -> tuple[Any, Any, torch.Tensor]:
     return latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv
 
 
+def kernel_of(variant: str) -> Any:
+    """The kernel of one of `VARIANTS`."""
+    from . import noted_launch
+
+    wanted, name, fields, tiling = VARIANTS[variant]
+    if hasattr(torch, name):
+        kernel = projection_kernel(wanted, name, **fields)
+    elif wanted == LATENT_FP8:
+        kernel = fp8_kernel(name, **fields)
+    else:
+        [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
+    if variant == SCHEDULE:  # as layers of a step launch it
+        operands = noted_launch.paged_operands("meta", 2, 2, 64, schedule=True)
+        kernel.args_fn = lambda tiling: noted_launch.arguments(operands)
+    if tiling:
+        kernel.tiling = type(kernel.tiling)(**tiling)
+    if variant in HOST:
+        host = kernel.host_fn(kernel.tiling)
+        vars(host).update(HOST[variant])
+        kernel.host_fn = lambda tiling: copy.copy(host)
+    return kernel
+
+
 def main(names: list[str]) -> None:
     """Compile some variants for sm_90."""
     from cutlass.base_dsl import dsl
 
     from mla_var3.runtime import cute_kernel
 
-    from . import noted_launch, whole_launch
+    from . import whole_launch
 
     cute_kernel.quiet_compiler = contextlib.nullcontext
     # Remarks make the compiler look up the source line of every operation, a fifth of its time.
@@ -312,22 +335,7 @@ def main(names: list[str]) -> None:
             kinds = cute_kernel.kinds_of(args)
             cute_kernel.compile_program(kernel_fn, host, kinds, made_for, "sm_90a")
             continue
-        wanted, name, fields, tiling = VARIANTS[variant]
-        if hasattr(torch, name):
-            kernel = projection_kernel(wanted, name, **fields)
-        elif wanted == LATENT_FP8:
-            kernel = fp8_kernel(name, **fields)
-        else:
-            [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
-        if variant == SCHEDULE:  # as layers of a step launch it
-            operands = noted_launch.paged_operands("meta", 2, 2, 64, schedule=True)
-            kernel.args_fn = lambda tiling, operands=operands: noted_launch.arguments(operands)
-        if tiling:
-            kernel.tiling = type(kernel.tiling)(**tiling)
-        if variant in HOST:
-            host = kernel.host_fn(kernel.tiling)
-            vars(host).update(HOST[variant])
-            kernel.host_fn = lambda tiling, host=host: copy.copy(host)
+        kernel, wanted = kernel_of(variant), VARIANTS[variant][0]
         reports[variant] = compile_report(kernel, "sm_90").to_dict()
         ptx[variant] = kernel.compile("sm_90").artifacts[f"{wanted}.ptx"].decode()
     print(json.dumps([reports, ptx]))
