@@ -25,7 +25,8 @@ for variant in json.loads(sys.argv[1]):
     print(variant, flush=True)
 """
 VARIANTS = (
-    "few", "bfloat16", "latent fp8, 16 columns", "schedule", "heads", "8 bits", "queries", "outputs",
+    "few", "bfloat16", "latent fp8, 16 columns", "schedule", "heads", "8 bits", "queries",
+    "outputs",
 )  # fmt: skip
 
 
