@@ -237,7 +237,9 @@ def test_cutile_is_estimated_by_its_rates_on_a_16_bit_cache():
         assert times["fp8_ds_mla"].basis == basis and not times["fp8_ds_mla"].fitted
         assert times["fp8_ds_mla"].cost.flops == times[None].cost.flops
         assert times["fp8_ds_mla"].cost.bytes < 0.62 * times[None].cost.bytes
-        assert times["fp8_ds_mla"].kernel_us < times[None].kernel_us
+        # By its rates products of whole tiles take longer than memory, whatever the bytes.
+        least = 1.0 if basis == BORROWED else 0.99
+        assert times["fp8_ds_mla"].kernel_us <= least * times[None].kernel_us
     found = explain(**sizes, cache_dtype="fp8_ds_mla", device_name="H200")
     assert "not timed on an 8-bit cache; estimate, rates of a 16-bit cache" in found.reason
 
