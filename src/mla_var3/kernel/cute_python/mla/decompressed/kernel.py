@@ -215,10 +215,8 @@ class DecompressedSm90:
         def copies(source, atom, tile, stages):
             """What a copy of one tile reads, and the layout of all stages."""
             one = cute.tile_to_shape(atom, tile, order=(0, 1))
-            load = cpasync.CopyBulkTensorTileG2SOp()
-            copy, view = cpasync.make_tiled_tma_atom(load, source, one, tile)
             layout = cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
-            return TmaTensor(copy, view), layout
+            return TmaTensor.of(source, one, tile), layout
 
         wide_atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
         head_slots = self.stages * self.stage_heads
@@ -242,11 +240,8 @@ class DecompressedSm90:
                 (2 * args.slots, args.heads, owners),
                 (1, 2 * args.slots, Int64(args.heads) * 2 * args.slots),
             )
-            scale_load = cpasync.CopyBulkTensorTileG2SOp()
-            scale_copy = cpasync.make_tiled_tma_atom(
-                scale_load, scale_tensor, cute.make_layout(2 * KV_BLOCK), (2 * KV_BLOCK,)
-            )
-            scales: Any = TmaTensor(*scale_copy)
+            scale_tile = 2 * KV_BLOCK
+            scales: Any = TmaTensor.of(scale_tensor, cute.make_layout(scale_tile), (scale_tile,))
         else:
             key_columns, value_columns = (TILE, d // TILE), (TILE, v // TILE)
             column_strides = (1, TILE)

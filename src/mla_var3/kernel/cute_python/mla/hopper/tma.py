@@ -16,6 +16,26 @@ class TmaTensor(NamedTuple):
     copy: Any
     tensor: Any
 
+    @classmethod
+    def of(cls, tensor: cute.Tensor, layout: Any, tile: Any, copy: Any = None) -> "TmaTensor":
+        """A tensor, copied to shared memory unless `copy` says otherwise.
+
+        Args:
+            tensor: in global memory.
+            layout: of a tile in shared memory.
+            tile: sizes of a tile.
+            copy: operation of the copy.
+        """
+        operation = copy or cpasync.CopyBulkTensorTileG2SOp()
+        return cls(*cpasync.make_tiled_tma_atom(operation, tensor, layout, tile))
+
+
+def prefetch_descriptors(*tensors: TmaTensor | None) -> None:
+    """Fetch the descriptors of those tensors that there are; one warp calls it."""
+    for each in tensors:
+        if each is not None:
+            cpasync.prefetch_descriptor(each.copy)
+
 
 @dataclass(frozen=True)
 class Transfer:

@@ -35,7 +35,7 @@ from typing import Any
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float16, Float32, Int16, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -51,7 +51,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, prefetch_descriptors
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
@@ -195,13 +195,12 @@ class FlashMLASm90(ClusterHost):
         q_layout = cute.tile_to_shape(swizzle, (q_rows, widths.columns), order=(0, 1))
 
         def copies_of(tensor, columns, rows=TILE, head_box=0):
-            load = cpasync.CopyBulkTensorTileG2SOp()
             layout = cute.tile_to_shape(swizzle, (rows, columns), order=(0, 1))
             box = (rows, columns)
             if const_expr(head_box > 0):
                 box = (head_box, rows // head_box, columns)
                 layout = cute.composition(layout, cute.make_layout(box))
-            return TmaTensor(*cpasync.make_tiled_tma_atom(load, tensor, layout, box))
+            return TmaTensor.of(tensor, layout, box)
 
         def mma(a_major, b_major, columns, a_source):
             shape = (ROWS, columns)
@@ -306,10 +305,7 @@ class FlashMLASm90(ClusterHost):
             if const_expr(self.tries_merge):
                 prepare_trial(merge, sizes.total_queries * sizes.heads)
         if warp_index == PRODUCER_WARP:
-            reads: tuple[Any, ...] = (latent, q_latent, rope, q_rope)
-            for read in reads:
-                if const_expr(read is not None):
-                    cpasync.prefetch_descriptor(read.copy)
+            prefetch_descriptors(latent, q_latent, rope, q_rope)
         scheduler = Scheduler.of(
             index, sizes, group, rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),

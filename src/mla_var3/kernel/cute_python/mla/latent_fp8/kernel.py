@@ -17,7 +17,7 @@ from typing import Any
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -31,7 +31,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     THREADS,
     WARPGROUP,
 )
-from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, prefetch_descriptors
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.merge import (
@@ -147,9 +147,8 @@ class LatentFp8Sm90(ClusterHost):
             return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
 
         def copies_of(tensor, atom, tile):
-            load = cpasync.CopyBulkTensorTileG2SOp()
             layout = cute.tile_to_shape(atom, tile, order=(0, 1))
-            return TmaTensor(*cpasync.make_tiled_tma_atom(load, tensor, layout, tile))
+            return TmaTensor.of(tensor, layout, tile)
 
         def mma(kind, columns, source):
             K = OperandMajorMode.K
@@ -169,11 +168,7 @@ class LatentFp8Sm90(ClusterHost):
                 operands.scales,
                 cute.make_layout((sizes.page_tokens, sizes.pages), stride=(1, stride)),
             )
-            scale_copy = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), scale_tensor, cute.make_layout(KV_BLOCK),
-                (KV_BLOCK,),
-            )  # fmt: skip
-            scales = TmaTensor(*scale_copy)
+            scales = TmaTensor.of(scale_tensor, cute.make_layout(KV_BLOCK), (KV_BLOCK,))
         else:
             cache_scale = cute.make_tensor(operands.scales, cute.make_layout(1))
         self.block_bytes = KV_BLOCK * (LATENT + ROPE * rope_element.width // 8)
@@ -297,10 +292,7 @@ class LatentFp8Sm90(ClusterHost):
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
         if warp_index == PRODUCER_WARP:
-            reads: tuple[Any, ...] = (latent, rope, token_scales)
-            for read in reads:
-                if const_expr(read is not None):
-                    cpasync.prefetch_descriptor(read.copy)
+            prefetch_descriptors(latent, rope, token_scales)
         scheduler = Scheduler.of(
             index, sizes, group, rank, self.clusters,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 import torch
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
@@ -224,11 +224,10 @@ class DecompressCombineSm90:
         # As long as the rows of the CTA's weights.
         w_kind = kinds.K_SW128 if columns >= TILE else kinds.K_SW64
         w_swizzle = warpgroup.make_smem_layout_atom(w_kind, dtype)
-        load = cpasync.CopyBulkTensorTileG2SOp()
 
         def copies_of(tensor, atom, shape):
             layout = cute.tile_to_shape(atom, shape, order=(0, 1))
-            return TmaTensor(*cpasync.make_tiled_tma_atom(load, tensor, layout, shape))
+            return TmaTensor.of(tensor, layout, shape)
 
         row_stride = cute.assume(Int64(heads) * k, divby=8)
         latent_rows = cute.make_layout((rows, k, heads), stride=(row_stride, 1, k))

@@ -87,13 +87,10 @@ class ProjectQueriesSm90:
     ):
         dtype, k, d = self.dtype, self.k, self.d
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
-        def copies_of(copy, pointer, layout, shape):
+        def copies_of(pointer, layout, shape, copy=None):
             shared = cute.tile_to_shape(swizzle, shape, order=(0, 1))
-            return TmaTensor(
-                *cpasync.make_tiled_tma_atom(copy, cute.make_tensor(pointer, layout), shared, shape)
-            )
+            return TmaTensor.of(cute.make_tensor(pointer, layout), shared, shape, copy)
 
         # Columns as (64, tiles): a copy then takes both column tiles of a work tile at once.
         def rows_of(columns):
@@ -124,9 +121,11 @@ class ProjectQueriesSm90:
         self.Shared = Shared
         self.project_queries(
             mma,
-            copies_of(load, q_nope, rows_of(d), (ROWS, d)),
-            copies_of(load, w_uk, weights, (d, TILE_COLUMNS)),
-            copies_of(store, q_latent, rows_of(k), (ROWS, TILE_COLUMNS)),
+            copies_of(q_nope, rows_of(d), (ROWS, d)),
+            copies_of(w_uk, weights, (d, TILE_COLUMNS)),
+            copies_of(
+                q_latent, rows_of(k), (ROWS, TILE_COLUMNS), cpasync.CopyBulkTensorTileS2GOp()
+            ),
             queries,
             heads,
             cute.tile_to_shape(swizzle, (ROWS, held, STAGES), order=(0, 1, 2)),
