@@ -6,6 +6,7 @@ All other tests run with the newest one, which accepts more.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -34,9 +35,8 @@ def test_what_engines_launch_compiles(tmp_path: Path) -> None:
     found = importlib.metadata.version("nvidia-cutlass-dsl")
     [wanted] = [line for line in requirements("cute") if line.startswith("nvidia-cutlass-dsl")]
     assert wanted.split(",")[0].endswith(f">={found.removesuffix('.0')}"), "not the oldest one"
-    names = ", ".join(f'"{name}"' for name in VARIANTS)
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, f"[{names}]"], cwd=ROOT, text=True,
+        [sys.executable, "-c", PROGRAM, json.dumps(VARIANTS)], cwd=ROOT, text=True,
         env=os.environ | {"HYPER_MLA_CACHE_DIR": str(tmp_path)}, timeout=600,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip

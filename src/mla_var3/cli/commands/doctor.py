@@ -107,25 +107,28 @@ def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     findings = [*_hardware(), _compiler()]
     commands = []
     name = "MODEL" if model is None else str(model)
-    config = None if model is None else _config(model)
-    kind = "" if config is None else _kind(config)
-    versions = {engine: installed(*known.distributions) for engine, known in ENGINES.items()}
-    engines = {engine: found for engine, found in versions.items() if found is not None}
-    for engine, found in engines.items():
-        findings += _engine(engine, ENGINES[engine], found)
-        if kind not in ENGINES[engine].without_mla:
+    path, config = (None, {}) if model is None else _config(model)
+    kind = str(config.get("model_type", "unknown"))
+    serving = [engine for engine, known in ENGINES.items() if kind not in known.without_mla]
+    without = []
+    for engine, known in ENGINES.items():
+        found = installed(*known.distributions)
+        if found is None:
+            continue
+        findings += _engine(engine, known, found)
+        if engine in serving:
             commands.append(_command(engine, found, name, tp))
-    if not engines:
+        else:
+            without.append(engine)
+    if not commands and not without:
         advice = 'pip install "hyper-mla[vllm]" or "hyper-mla[sglang]"'
         findings.append(Finding("engine", "neither vLLM nor SGLang", "missing", advice))
-    if model is not None and config is not None:
-        findings += _model(model, config, tp)
-        for engine in engines:
-            if kind in ENGINES[engine].without_mla:
-                others = [other for other in ENGINES if kind not in ENGINES[other].without_mla]
-                advice = f"its class there has no latent attention: use {' or '.join(others)}"
-                verdict = "note" if commands else "refused"
-                findings.append(Finding(f"model in {engine}", kind, verdict, advice))
+    if path is not None:
+        findings += _model(path, config, kind, tp)
+    for engine in without:
+        advice = f"its class there has no latent attention: use {' or '.join(serving)}"
+        verdict = "note" if commands else "refused"
+        findings.append(Finding(f"model in {engine}", kind, verdict, advice))
     return findings, commands
 
 
@@ -192,13 +195,9 @@ def _command(engine: str, version: str, model: str, tp: int) -> str:
     return f"{launch} --attention-backend {PLUGIN}{parallel}"
 
 
-def _config_path(folder: Path) -> Path:
-    return folder / "config.json" if folder.is_dir() else folder
-
-
-def _config(folder: Path) -> Any:
-    """The configuration of a model."""
-    path = _config_path(folder)
+def _config(folder: Path) -> tuple[Path, Any]:
+    """The file of a model's configuration, and what it says of the language model."""
+    path = folder / "config.json" if folder.is_dir() else folder
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -207,19 +206,14 @@ def _config(folder: Path) -> Any:
         raise InvalidArgumentError("--model", "a folder with config.json", got) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
-    return text_config(config)
+    return path, text_config(config)
 
 
-def _kind(config: Any) -> str:
-    return str(config.get("model_type", "unknown"))
-
-
-def _model(folder: Path, config: Any, tp: int) -> list[Finding]:
-    """What the model's attention is, and whether the kernel serves it."""
-    kind = _kind(config)
+def _model(path: Path, config: Any, kind: str, tp: int) -> list[Finding]:
+    """What the attention of a model of some kind is, and whether the kernel serves it."""
     if all(config.get(key) is None for key in WIDTH_KEYS["k"]):
         return [Finding("model", kind, "refused", "no latent attention (kv_lora_rank)")]
-    name = f"--model: {_config_path(folder)}"
+    name = f"--model: {path}"
     rope = any(config.get(key) is not None for key in WIDTH_KEYS["p"])
     p = config_number(name, config, WIDTH_KEYS["p"], least=0) if rope else 0
     widths = LatentWidths(config_number(name, config, WIDTH_KEYS["k"], least=1), p)
