@@ -16,6 +16,8 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     THREADS,
 )
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
+from mla_var3.kernel.cute_python.mla.latent_fp8 import kernel as fp8_kernel
+from mla_var3.kernel.cute_python.mla.latent_fp8 import state as fp8_state
 from mla_var3.kernel.cute_python.mla.projections import outputs, queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
 from mla_var3.runtime import workflow
@@ -106,8 +108,14 @@ def test_latent_attention(report, variant):
 def test_latent_attention_on_8_bit_caches(report, variant):
     columns = VARIANTS[variant][2]["columns"]
     assert any(f"64x{columns}x32" in shape for shape in report.mma_shapes), report.mma_shapes
-    assert report.threads == THREADS
-    assert report.instructions["USETMAXREG"] == 2 * kernels_of(variant)
+    assert report.threads == fp8_state.THREADS
+    assert report.instructions["USETMAXREG"] == 3 * kernels_of(variant)
+    values, scores = fp8_kernel.registers(columns)
+    assert report.registers == fp8_kernel.LAUNCH_REGISTERS
+    assert report.consumer_registers == max(values, scores)
+    # `setmaxnreg` takes multiples of 8, and there are no more than those of the launch.
+    taken = 2 * values + scores + fp8_kernel.PRODUCER_REGISTERS
+    assert taken <= 4 * report.registers and values % 8 == scores % 8 == 0
 
 
 @pytest.mark.slow

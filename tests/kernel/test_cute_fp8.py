@@ -122,7 +122,7 @@ class WordPointer(int):
 
 
 def test_values_of_the_first_token_find_their_threads(monkeypatch):
-    """Warpgroup 0 copies them, four columns per thread, to where their threads read them."""
+    """The score warpgroup copies them, four columns per thread, to where their threads read them."""
     stored: dict[int, int] = {}
     for t in range(WARPGROUP):
         column = t % 32 * 4
@@ -150,23 +150,23 @@ def test_values_of_the_first_token_find_their_threads(monkeypatch):
 def test_the_end_of_a_tile_adds_what_was_taken_from_the_output(flushed, removing, monkeypatch):
     """Two segments with means lost both where the two numbers were added."""
 
-    class Barrier(Exception):
-        """The first of both warpgroups, behind which nothing is added any more."""
+    class Added(Exception):
+        """Behind here nothing is added any more."""
 
-    def barrier(**options):
-        raise Barrier
+    def end_tile(*args):
+        raise Added
 
     added = []
-    for name in ("publish_tops", "sync_warpgroup", "own_score", "own_words", "row_sum"):
+    for name in ("own_score", "own_words"):
         monkeypatch.setattr(results, name, lambda *args: 0)
+    monkeypatch.setattr(results, "end_tile", end_tile)
     monkeypatch.setattr(results, "read_back", lambda *args: added.append("flushed"))
     monkeypatch.setattr(results, "restore", lambda *args: added.append("means"))
-    monkeypatch.setattr(results, "cutlass", SimpleNamespace(range_constexpr=range))
-    monkeypatch.setattr(results, "cute", SimpleNamespace(arch=SimpleNamespace(barrier=barrier)))
-    thread = ROWS + 1  # has no row of its own
+    arch = SimpleNamespace(barrier=lambda **options: None)
+    monkeypatch.setattr(results, "cute", SimpleNamespace(arch=arch))
     given = dict.fromkeys(inspect.signature(results.finish).parameters)
-    given |= {"flushed": flushed, "removing": removing, "t": thread, "group": 0}
-    given |= {"state": SimpleNamespace(sums=[0, 0])}
-    with pytest.raises(Barrier):
+    given |= {"flushed": flushed, "removing": removing, "t": 0, "group": 0}
+    given |= {"exchange": SimpleNamespace(row_sum=[0], row_max=[0])}
+    with pytest.raises(Added):
         as_written(results.finish)(**given)
     assert added == ["flushed"] * (flushed != 0) + ["means"] * (removing != 0)

@@ -8,12 +8,14 @@
 The contract is that of the 16-bit latent kernel (`latent/kernel.py`), whose scheduler, masks and
 merge it uses. Queries are rounded to e4m3 with a scale per row on their way to shared memory,
 probabilities times the scale of their token are e4m3 too, and all products but a 16-bit rope part
-are of 8 bits. Roles of the warpgroups as in 16 bits; `consumer.py` says what differs, `producer.py`
-how KV blocks come.
+are of 8 bits. A CTA has four warpgroups: one for scores and weights (`scores.py`), two for half of
+the output columns each (`values.py`), and one whose warps load KV blocks (`producer.py`), compute
+means (`means.py`) and watch the partials of others.
 """
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr
@@ -21,14 +23,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
-    CONSUMER_WARPGROUPS,
     KV_BLOCK,
     LATENT,
     MOST_TAKEN,
     PRODUCER_WARP,
     ROPE,
     ROWS,
-    THREADS,
     WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, prefetch_descriptors
@@ -61,10 +61,14 @@ from mla_var3.kernel.cute_python.mla.latent.records import (
     reset_merge,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
-from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
-from mla_var3.kernel.cute_python.mla.latent_fp8.means import compute_means, weights_layout
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
+    MEAN_BYTES,
+    compute_means,
+    weights_layout,
+)
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     MBARRIERS,
+    NO_BLOCK,
     NO_BLOCK_YET,
     STAGES,
     Cache,
@@ -74,17 +78,21 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     means_ready,
     produce,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8.scores import compute_all_scores
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     HALF,
+    SCORE_WARP,
+    THREADS,
     Exchange,
     FirstToken,
     Means,
     Mmas,
     Queries,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8.values import consume
 
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-"""Registers per thread after `setmaxnreg`: with 232 the products are serialised."""
+LAUNCH_REGISTERS, PRODUCER_REGISTERS = 128, 24
+"""Registers per thread of a CTA of 512 threads, and then of the producer's warpgroup."""
 COLUMN_TILE = 128
 """Columns of a tile of e4m3 elements: 128 bytes, the widest swizzle of shared memory."""
 COLUMN_CHOICES = (16, 32, ROWS)
@@ -94,6 +102,15 @@ COLUMN_CHOICES = (16, 32, ROWS)
 def columns_for(rows: int) -> int:
     """Query rows on the N side for a request that has so many."""
     return next((columns for columns in COLUMN_CHOICES if rows <= columns), ROWS)
+
+
+def registers(columns: int) -> tuple[int, int]:
+    """Registers per thread of the value warpgroups and of the score warpgroup: all that are left.
+
+    With 184 for 64 columns the products are serialised.
+    """
+    values = 192 if columns == ROWS else 160
+    return values, 4 * LAUNCH_REGISTERS - PRODUCER_REGISTERS - 2 * values
 
 
 class LatentFp8Sm90(ClusterHost):
@@ -175,29 +192,30 @@ class LatentFp8Sm90(ClusterHost):
         if const_expr(self.per_token):
             self.block_bytes += KV_BLOCK * 4
 
-        groups, p_size = CONSUMER_WARPGROUPS, self.columns * KV_BLOCK * STAGES
+        p_size = self.columns * KV_BLOCK * STAGES
 
         @cute.struct
         class Shared:
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, KV_BLOCK * STAGES], 128]
+            mean_weights: cute.struct.Align[
+                cute.struct.MemRange[element, MEAN_BYTES * self.columns], 128
+            ]
             barriers: cute.struct.MemRange[Int64, MBARRIERS]
             merge: cute.struct.MemRange[Int32, TABLE_WORDS]
             taken: cute.struct.MemRange[Int16, MOST_TAKEN]
-            risen: cute.struct.MemRange[Int32, 2]
+            risen: cute.struct.MemRange[Int32, STAGES]
             row_max: cute.struct.MemRange[Float32, ROWS]
-            rescales: cute.struct.MemRange[Float32, 2 * ROWS]
-            row_sum: cute.struct.MemRange[Float32, groups * ROWS]
-            tops: cute.struct.MemRange[Float32, groups * ROWS]
-            carried: cute.struct.MemRange[Float32, groups * ROWS]
-            mean_phases: cute.struct.MemRange[Int32, 2]
+            flush: cute.struct.MemRange[Float32, ROWS]
+            fall: cute.struct.MemRange[Float32, ROWS]
+            rescales: cute.struct.MemRange[Float32, STAGES * ROWS]
+            row_sum: cute.struct.MemRange[Float32, ROWS]
             means_found: cute.struct.MemRange[Int32, 2]
-            removed: cute.struct.MemRange[Float32, groups * ROWS]
-            removed_tops: cute.struct.MemRange[Float32, groups * ROWS]
+            removed: cute.struct.MemRange[Float32, ROWS]
             mean_scale: cute.struct.MemRange[Float32, 1]
             first_block: cute.struct.MemRange[Int32, 1]
             means: cute.struct.Align[cute.struct.MemRange[element, LATENT], 16]
             first_values: cute.struct.Align[cute.struct.MemRange[element, LATENT], 16]
             first_scale: cute.struct.MemRange[Float32, 1]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, KV_BLOCK * STAGES], 128]
             q: cute.struct.Align[cute.struct.MemRange[element, ROWS * LATENT], 1024]
             q_rope: cute.struct.Align[cute.struct.MemRange[rope_element, ROWS * ROPE], 1024]
             p: cute.struct.Align[cute.struct.MemRange[element, p_size], 1024]
@@ -280,17 +298,14 @@ class LatentFp8Sm90(ClusterHost):
         store = SmemAllocator().allocate(self.Shared)
         barriers = store.barriers.data_ptr()
         merge = merge_shared(store.merge.data_ptr(), store.keys.data_ptr())
-        risen = store.risen.get_tensor(cute.make_layout(2))
-        phases = store.mean_phases.get_tensor(cute.make_layout(2))
+        risen = store.risen.get_tensor(cute.make_layout(STAGES))
         first_block = store.first_block.get_tensor(cute.make_layout(1))
         if thread == 0:
             init_barriers(barriers)
-            phases[0] = Int32(0)
-            phases[1] = Int32(0)
             first_block[0] = Int32(NO_BLOCK_YET)
             reset_merge(merge)
-            risen[0] = Int32(-2)
-            risen[1] = Int32(-2)
+            for stage in cutlass.range_constexpr(STAGES):
+                risen[stage] = Int32(NO_BLOCK)
         if warp_index == PRODUCER_WARP:
             prefetch_descriptors(latent, rope, token_scales)
         scheduler = Scheduler.of(
@@ -311,20 +326,52 @@ class LatentFp8Sm90(ClusterHost):
         if const_expr(self.per_token):
             scales = store.scales.get_tensor(cute.make_layout((KV_BLOCK, STAGES)))
         blocks = SharedBlocks(tiles(store.keys, key_layout), tiles(store.rope, rope_layout), scales)
-        line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
+        line, rescales = cute.make_layout(ROWS), cute.make_layout((ROWS, STAGES))
+        pairs = cute.make_layout((ROWS, (2, STAGES // 2)))
         means = Means(
             store.means.data_ptr(), store.means_found.get_tensor(cute.make_layout(2)),
             store.mean_scale.get_tensor(cute.make_layout(1)),
-            store.p.get_tensor(weights_layout(self.columns)),
-            store.removed.get_tensor(two), store.removed_tops.get_tensor(two), phases,
-            first_block, means_ready(barriers), means_free(barriers),
+            store.mean_weights.get_tensor(weights_layout(self.columns)),
+            store.removed.get_tensor(line), first_block, means_ready(barriers),
+            means_free(barriers),
         )  # fmt: skip
         first_token = FirstToken(
             store.first_values.data_ptr(),
             cute.recast_ptr(store.rope.data_ptr(), dtype=Float32) + 2 * ROWS,  # behind `Mailbox`
             store.first_scale.get_tensor(cute.make_layout(1)),
         )  # fmt: skip
-        if warp_index >= PRODUCER_WARP:
+        widths = LatentWidths()
+        # Partials in 16 bits take half the time, and what they lose is little beside 8 bits.
+        partials = cute.recast_ptr(written.o_partial, dtype=BFloat16)
+        outputs = Outputs(*written._replace(o_partial=partials), self.empty_positive, widths)
+        p_words = cute.make_tensor(
+            cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
+            cute.make_layout(self.columns * KV_BLOCK * STAGES // 4),
+        )
+        exchange = Exchange(
+            tiles(store.q, q_layout), store.q.data_ptr(),
+            tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
+            tiles(store.p, p_layout), p_words,
+            store.row_sum.get_tensor(line), store.row_sum.get_tensor(line),
+            store.row_max.get_tensor(line), store.flush.get_tensor(line),
+            store.fall.get_tensor(line), store.rescales.get_tensor(rescales), risen,
+            *(store.rescales.get_tensor(pairs)[None, (None, i)] for i in range(2)),
+        )  # fmt: skip
+        mmas = Mmas(qk_mma, rope_mma, pv_mma)
+        value_registers, score_registers = registers(self.columns)
+        if warp_index >= SCORE_WARP:
+            if const_expr(score_registers > LAUNCH_REGISTERS):
+                cute.arch.setmaxregister_increase(score_registers)
+            else:
+                cute.arch.setmaxregister_decrease(score_registers)
+            whole_scale = Float32(1.0)
+            if const_expr(not self.per_token):
+                whole_scale = cache_scale[0]  # type: ignore[index]
+            compute_all_scores(
+                mmas, blocks, store.keys.data_ptr(), barriers, exchange, means, first_token,
+                outputs, whole_scale, scale_log2e, scheduler, self.columns,
+            )  # fmt: skip
+        elif warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
                 cache = Cache(
@@ -339,23 +386,7 @@ class LatentFp8Sm90(ClusterHost):
             else:
                 compute_means(means, store.keys.data_ptr(), scales, barriers)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            widths = LatentWidths()
-            # Partials in 16 bits take half the time, and what they lose is little beside 8 bits.
-            partials = cute.recast_ptr(written.o_partial, dtype=BFloat16)
-            outputs = Outputs(*written._replace(o_partial=partials), self.empty_positive, widths)
-            p_words = cute.make_tensor(
-                cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
-                cute.make_layout(self.columns * KV_BLOCK * STAGES // 4),
-            )
-            exchange = Exchange(
-                tiles(store.q, q_layout), store.q.data_ptr(),
-                tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
-                tiles(store.p, p_layout), p_words,
-                store.row_sum.get_tensor(line), store.row_max.get_tensor(line),
-                store.rescales.get_tensor(two), risen, store.row_sum.get_tensor(two),
-                store.tops.get_tensor(two), store.carried.get_tensor(two),
-            )  # fmt: skip
+            cute.arch.setmaxregister_increase(value_registers)
             mailbox = None
             if const_expr(self.clusters):
                 # In 16 bits, as partials: 0.7 to 1.4 us less with 64 query rows
@@ -372,10 +403,10 @@ class LatentFp8Sm90(ClusterHost):
                 # end before the kernel in front.
                 cute.arch.griddepcontrol_wait()
             consume(
-                Mmas(qk_mma, rope_mma, pv_mma), blocks, store.keys.data_ptr(), barriers,
+                pv_mma, store.keys.data_ptr(), barriers,
                 Queries(q_latent, q_rope, *q_strides, sizes.heads, self.dtype),
-                exchange, means, first_token, outputs, whole_scale, scale_log2e, scheduler,
-                self.columns, mailbox, self.early,
+                exchange, means, first_token, outputs, whole_scale, scheduler,
+                self.columns, self.per_token, mailbox, self.early,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

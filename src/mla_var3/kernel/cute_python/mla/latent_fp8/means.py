@@ -25,11 +25,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
-from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMERS, KV_BLOCK, SCORE_FLOOR
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum
-from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.warps import release
 from mla_var3.kernel.cute_python.mla.latent.merge import WATCHER_WARP
-from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     NO_BLOCK,
     STAGES,
@@ -38,10 +37,12 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     has_means,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    COMPUTING,
     HALF,
     MEAN_COPIES,
     MEAN_PAIRS,
     TILE_BYTES,
+    Handover,
 )
 
 MEAN_BYTES = 16
@@ -55,13 +56,12 @@ make sums larger."""
 
 
 def weights_layout(columns: int) -> cute.Layout:
-    """Layout of the weights of the means, [columns, 32, stage], in the slots of the weights.
+    """Layout of the weights of the means, [columns, 32].
 
     It has no swizzle. The second half of the K side is the first one again.
     """
     return cute.make_layout(
-        ((8, columns // 8), (MEAN_BYTES, 2), STAGES),
-        stride=((MEAN_BYTES, 8 * MEAN_BYTES), (1, 0), columns * KV_BLOCK),
+        ((8, columns // 8), (MEAN_BYTES, 2)), stride=((MEAN_BYTES, 8 * MEAN_BYTES), (1, 0))
     )
 
 
@@ -240,74 +240,64 @@ def half_twice(number: float) -> str:
     return "0x" + 2 * struct.pack(">e", number).hex()
 
 
-# --- consumers ------------------------------------------------------------------------------------
+# --- the score warpgroup --------------------------------------------------------------------------
 
 
 @cute.jit
-def begin_tile(means: cutlass.Constexpr, t: Int32, group: Int32):
-    """Nothing of a tile has been subtracted yet."""
-    row0 = (t // 32) * 16 + t % 32 // 4
-    if t % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            means.removed[row0 + 8 * r, group] = Float32(0.0)
-            means.tops[row0 + 8 * r, group] = Float32(SCORE_FLOOR)
-
-
-@cute.jit
-def wait_means(means: cutlass.Constexpr, group: Int32) -> Int32:
+def wait_means(means: cutlass.Constexpr, phase: Int32) -> Int32:
     """Wait for the means of the tile. Whether there are some to subtract: not 0."""
-    cute.arch.mbarrier_wait(means.ready, means.phases[group])
+    cute.arch.mbarrier_wait(means.ready, phase)
     return cute.arch.make_warp_uniform(means.found[0] | means.found[1])
 
 
 @cute.jit
-def remove_means(
-    step: cutlass.Constexpr,
-    means: cutlass.Constexpr,
-    base: Int32,
-    pairs: Int32,
-    t: Int32,
-    group: Int32,
-):
-    """Subtract the means times what the weights of a row have added up to, and half an interval.
+def weigh_means(step: cutlass.Constexpr, means: cutlass.Constexpr, pairs: Int32, t: Int32):
+    """Weights of the means: what the weights of a row have added up to, and half an interval.
 
-    What they have added up to is taken as twice the lesser sum of both warpgroups, so that a token
-    with most of the weight, as the first one often is, does not count: its values are not the mean.
-    The weights of the means take the slot of the weights of the warpgroup's last block.
+    What they have added up to is taken as twice the lesser of the sums of even and of odd blocks,
+    so that a token with most of the weight, as the first one often is, does not count: its values
+    are not the mean.
 
     Args:
-        step: `Step`.
-        means: `Means`.
-        base: blocks of the tiles before.
-        pairs: pairs of KV blocks of the tile so far. Their products have been waited for.
+        step: `ScoreStep`.
+        means: `Means`. Its last weights have been read: the value warpgroups are no more than three
+            blocks behind.
+        pairs: pairs of KV blocks of the tile so far.
         t: this thread.
-        group: its warpgroup.
     """
-    work, values, state, row_sums = step.work, step.values, step.state, step.exchange.row_sum
-    slot = cute.arch.make_warp_uniform((base + 2 * pairs - 2 + group) % STAGES)
+    state = step.state
     row0 = (t // 32) * 16 + t % 32 // 4
-    for r in cutlass.range_constexpr(2):
-        total = row_sum(state.sums[r])
-        if t % 4 == 0:
-            row_sums[row0 + 8 * r, group] = total
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     ahead = means.scale[0] * (2.0 + cute.arch.rcp_approx(Float32(pairs)) * MEAN_PAIRS)
-    own_words = cute.recast_tensor(means.weights[None, None, slot], Int32)
+    own_words = cute.recast_tensor(means.weights, Int32)
     for r in cutlass.range_constexpr(2):
         row = row0 + 8 * r
-        lesser = cute.arch.fmin(row_sums[row, 0], row_sums[row, 1])
-        fall = means.tops[row, group] - state.top[r]
-        removed = means.removed[row, group] * cute.math.exp2(fall, fastmath=True)
+        lesser = cute.arch.fmin(row_sum(state.sums[r]), row_sum(state.other_sums[r]))
+        fall = state.removed_top[r] - state.top[r]
+        removed = state.removed[r] * cute.math.exp2(fall, fastmath=True)
         word, weight = rounded((lesser * ahead - removed) * (1.0 / MEAN_COPIES))
         if row < step.columns:
             own_words[row, t % 4] = word
-        cute.arch.sync_warp()
-        if t % 4 == 0:
-            means.removed[row, group] = removed + weight * MEAN_COPIES
-            means.tops[row, group] = state.top[r]
+        state.removed[r] = removed + weight * MEAN_COPIES
+        state.removed_top[r] = state.top[r]
+    cute.arch.barrier_arrive(barrier_id=Handover.MEANS, number_of_threads=COMPUTING)
+
+
+# --- the value warpgroups -------------------------------------------------------------------------
+
+
+@cute.jit
+def subtract_means(step: cutlass.Constexpr, means: cutlass.Constexpr, t: Int32, group: Int32):
+    """Subtract the means times their weights from the output of this warpgroup.
+
+    Args:
+        step: `ValueStep`. All products have been waited for.
+        means: `Means`.
+        t, group: this thread and its warpgroup.
+    """
+    work = step.work
+    cute.arch.barrier(barrier_id=Handover.MEANS, number_of_threads=COMPUTING)
     cute.arch.fence_view_async_shared()
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    words = cute.recast_tensor(values, Int32)
+    words = cute.recast_tensor(work.values, Int32)
     own = column_bytes(means.values, t, group)
     for m in cutlass.range_constexpr(HALF // 64):
         for r in cutlass.range_constexpr(2):
@@ -316,12 +306,11 @@ def remove_means(
             for half in cutlass.range_constexpr(2):
                 words[(0, r, half), m, 0] = mean
     warpgroup.fence()
-    atom = cute.make_mma_atom(step.mmas.pv.op)
+    atom = cute.make_mma_atom(step.mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
     cute.gemm(
-        atom, work.acc_o, values[(None, None, 0)], work.mean_weights[(None, None, 0, slot)],
-        work.acc_o,
-    )  # fmt: skip
+        atom, work.acc, work.values[(None, None, 0)], work.mean_weights[(None, None, 0)], work.acc
+    )
     warpgroup.commit_group()
     warpgroup.wait_group(0)
 
@@ -355,25 +344,17 @@ def column_bytes(values: Any, t: Int32, group: Int32) -> Any:
 @cute.jit
 def restore(
     o: cute.Tensor,
-    state: cutlass.Constexpr,
     means: cutlass.Constexpr,
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
 ):
     """Add what was subtracted from the output of this warpgroup."""
-    row0 = (t // 32) * 16 + t % 32 // 4
-    if t % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            row = row0 + 8 * r
-            fall = means.tops[row, group] - state.top[r]
-            means.removed[row, group] *= cute.math.exp2(fall, fastmath=True)
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
     own = column_bytes(means.values, t, group)
     numbers = [number for i in range(2) for number in floats(own[i])]
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            removed = means.removed[own_row(j, e, t % 32), group]
+            removed = means.removed[own_row(j, e, t % 32)]
             for m in cutlass.range_constexpr(HALF // 64):
                 for r in cutlass.range_constexpr(2):
                     at = ((e, j), (r, m))
@@ -393,9 +374,7 @@ def floats(word: Int32) -> Any:
 
 
 @cute.jit
-def end_tile(means: cutlass.Constexpr, tile: cutlass.Constexpr, t: Int32, group: Int32):
+def end_tile(means: cutlass.Constexpr, tile: cutlass.Constexpr, t: Int32):
     """The means of the tile are no longer needed."""
     if has_means(tile):
-        if t == 0:
-            means.phases[group] = means.phases[group] ^ 1
         release(means.free, t % 32)

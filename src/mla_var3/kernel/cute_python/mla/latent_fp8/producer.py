@@ -16,6 +16,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     KV_BLOCK,
     LATENT,
     ROPE,
+    WARPGROUP_WARPS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, kv_policy, place_of
@@ -29,7 +30,7 @@ FIRST_BLOCKS = 2
 computed first. With more of them queries would wait for blocks that are needed later."""
 NO_BLOCK, NO_BLOCK_YET = -1, -2
 """Numbers of no KV block: behind the last one, and before a tile has means."""
-MBARRIERS = 2 * STAGES + 2
+MBARRIERS = 3 * STAGES + 2
 
 
 def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
@@ -38,7 +39,7 @@ def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
 
 
 def empty(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
-    """The mbarrier of a stage that all consumer warps, and those of the means, have released."""
+    """The mbarrier of a stage that the warps of the values and of the means have released."""
     return barriers + (STAGES + stage)
 
 
@@ -52,12 +53,18 @@ def means_free(barriers: cute.Pointer) -> cute.Pointer:
     return barriers + (2 * STAGES + 1)
 
 
+def weighed(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
+    """The mbarrier of a stage whose weights are in shared memory."""
+    return barriers + (2 * STAGES + 2 + stage)
+
+
 @cute.jit
 def init_barriers(barriers: cute.Pointer):
     """Set up the mbarriers; one thread calls it."""
     for stage in cutlass.range_constexpr(STAGES):
         cute.arch.mbarrier_init(full(barriers, stage), 1)
         cute.arch.mbarrier_init(empty(barriers, stage), CONSUMER_WARPS + MEAN_WARPS)
+        cute.arch.mbarrier_init(weighed(barriers, stage), WARPGROUP_WARPS)
     cute.arch.mbarrier_init(means_ready(barriers), MEAN_WARPS)
     cute.arch.mbarrier_init(means_free(barriers), CONSUMER_WARPS)
     cute.arch.mbarrier_init_fence()

@@ -11,10 +11,9 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMERS,
     LATENT,
     ROWS,
-    SCORE_FLOOR,
 )
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import TILE_BYTES
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import COMPUTING, TILE_BYTES, Handover
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
 WARP_ROWS = ROWS // CONSUMER_WARPS
@@ -38,7 +37,7 @@ def load_queries(
 ):
     """Query rows into shared memory, as e4m3 numbers with a scale each; zeros for absent rows.
 
-    Clears the running maxima too. The producer waits for the `first` of a CTA, unless `early`.
+    The producer waits for the `first` of a CTA, unless `early`.
 
     Four lanes of a warp share a row, `WARP_ROWS` lanes apart, so that stores of neighbouring lanes
     lie in different banks. A lane then finds the place of one row, and a row's scale takes two
@@ -98,10 +97,8 @@ def load_queries(
         store_bytes(scaled, exchange.q_rope_bytes, row * 64 + (part ^ row % 8 // 2) * 16)
     if part == 0:
         exchange.q_scale[row] = scale
-        # A warp whose rows see nothing publishes no maximum, but the other reads all.
-        exchange.row_max[row] = Float32(SCORE_FLOOR)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    cute.arch.barrier_arrive(barrier_id=Handover.QUERIES, number_of_threads=COMPUTING)
 
 
 def largest(values: cute.Tensor) -> Float32:

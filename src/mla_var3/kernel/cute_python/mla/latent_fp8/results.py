@@ -15,7 +15,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
     normaliser,
-    row_sum,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
@@ -36,11 +35,14 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import (
     with_first,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import end_tile, restore
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, WEIGHT_BITS, Exchange
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    COMPUTING,
+    HALF,
+    WEIGHT_BITS,
+    Exchange,
+    Handover,
+)
 
-MOST_RISE = 64.0
-"""Where a maximum has risen by more powers of two since its row was first flushed, what was flushed
-is dropped: it is far below what e4m3 weights resolve. Up to there numbers fit a float32."""
 READ_ROWS = 8
 """Rows of a thread that are read back at once: 64 registers, those of the scores and values, which
 nothing uses at the end of a tile. Other numbers were not measured."""
@@ -49,15 +51,6 @@ SLOT_WORDS = ROWS * LATENT
 THREAD_STEP = CONSUMERS * 16
 """Bytes between neighbouring groups of four flushed numbers of a thread."""
 FOUR = "{ {$r1}, {$r2}, {$r3}, {$r4} }"
-
-
-@cute.jit
-def publish_tops(state: cutlass.Constexpr, exchange: cutlass.Constexpr, t: Int32, group: Int32):
-    """The running maxima of this warpgroup into shared memory."""
-    row0 = (t // 32) * 16 + t % 32 // 4
-    if t % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            exchange.tops[row0 + 8 * r, group] = state.top[r]
 
 
 @cute.jit
@@ -86,43 +79,23 @@ def four_of(j: int, e: int, half: int) -> tuple[int, list[tuple[Any, Any]]]:
 @cute.jit
 def flush(
     o: cute.Tensor,
-    state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
-    tile: cutlass.Constexpr,
-    flushed: Int32,
     t: Int32,
     group: Int32,
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Move the output to memory, added to what is there if `flushed`. Nothing is read.
-
-    What is there is relative to the maxima that `carried` holds, those of the first flush, and so
-    is what is added. A row whose maximum has risen by more than `MOST_RISE` starts again.
+    """Move the output to memory, times a factor, or add it to what is there. Nothing is read.
 
     Only this thread uses its numbers before `finish`. All accesses are relaxed ones of the GPU's
     scope, which keep their order at an address and do not use the L1 cache.
     """
     address = own_words(outputs, t, group, scheduler)
-    publish_tops(state, exchange, t, group)
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    if t < ROWS:
-        # The factor that makes a row relative to what is there; negative where it replaces that.
-        top = exchange.tops[t, group]
-        rise = top - exchange.carried[t, group]
-        factor = Float32(-1.0)
-        if flushed == 0 or rise > MOST_RISE:
-            exchange.carried[t, group] = top
-        else:
-            factor = cute.math.exp2(rise, fastmath=True)
-        exchange.tops[t, group] = factor
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    cute.arch.barrier(barrier_id=Handover.FLUSH, number_of_threads=COMPUTING)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            move(o, address, j, e, exchange.tops[own_row(j, e, t % 32), group])
-    # The next maxima are written where these factors are read.
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+            move(o, address, j, e, exchange.flush[own_row(j, e, t % 32)])
 
 
 def move(o: cute.Tensor, address: Int64, j: int, e: int, factor: Float32) -> None:
@@ -140,10 +113,8 @@ def move(o: cute.Tensor, address: Int64, j: int, e: int, factor: Float32) -> Non
             o[place] = Float32(0.0)
 
 
-def read_back(
-    o: cute.Tensor, exchange: Exchange, address: Int64, t: Int32, group: Int32, columns: int
-) -> None:
-    """Add what was flushed to the output; `carried` holds its factors.
+def read_back(o: cute.Tensor, exchange: Exchange, address: Int64, t: Int32, columns: int) -> None:
+    """Add what was flushed to the output.
 
     The reads of `READ_ROWS` rows are started before the first is used.
     """
@@ -152,7 +123,7 @@ def read_back(
         rows = own_rows[first : first + READ_ROWS]
         found = [[read(address, four_of(*own, half)[0]) for half in range(2)] for own in rows]
         for (j, e), halves in zip(rows, found, strict=True):
-            scale = exchange.carried[own_row(j, e, t % 32), group]
+            scale = exchange.fall[own_row(j, e, t % 32)]
             for half in range(2):
                 for place, value in zip(four_of(j, e, half)[1], halves[half], strict=True):
                     o[place] = o[place] + value * scale
@@ -171,7 +142,6 @@ def read(address: Any, offset: int) -> Any:
 @cute.jit
 def finish(
     o: cute.Tensor,
-    state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     means: cutlass.Constexpr,
     first_token: cutlass.Constexpr,
@@ -187,35 +157,24 @@ def finish(
     dtype: cutlass.Constexpr,
     mailbox: cutlass.Constexpr,
 ):
-    """Normalise by the row sums of both warpgroups, and write the tile's result or partial.
+    """Normalise by the row sums, and write the tile's result or partial.
 
-    What a row needs is computed by one thread of each warpgroup. The code of the others is short:
-    it runs once per tile and is not in the instruction cache then.
+    What a row needs is computed by one thread of each value warpgroup. The code of the others is
+    short: it runs once per tile and is not in the instruction cache then.
     """
-    row0 = (t // 32) * 16 + t % 32 // 4
+    cute.arch.barrier(barrier_id=Handover.TILE, number_of_threads=COMPUTING)
     score = own_score(outputs, tile, t)
-    publish_tops(state, exchange, t, group)
-    for r in cutlass.range_constexpr(2):
-        total = row_sum(state.sums[r])
-        if t % 4 == 0:
-            exchange.row_sum[row0 + 8 * r, group] = total
+    total, top = exchange.row_sum[t % ROWS], exchange.row_max[t % ROWS]
     if (flushed | removing) != 0:  # one jump over both where there is neither
         if flushed != 0:
-            sync_warpgroup(Barrier.WARPGROUP_0 + group)
-            if t < ROWS:
-                fall = exchange.carried[t, group] - exchange.tops[t, group]
-                exchange.carried[t, group] = cute.math.exp2(fall, fastmath=True)
-            sync_warpgroup(Barrier.WARPGROUP_0 + group)
-            read_back(o, exchange, own_words(outputs, t, group, scheduler), t, group, columns)
+            read_back(o, exchange, own_words(outputs, t, group, scheduler), t, columns)
         if removing != 0:
-            restore(o, state, means, t, group, columns)
-    # For the sums of the other warpgroup.
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-    end_tile(means, tile, t, group)
+            restore(o, means, t, group, columns)
+    end_tile(means, tile, t)
     if const_expr(scheduler.clusters):
         if tile.split == Split.HALF:
-            score = merge_halves(
-                o, exchange, first_token, score, mailbox, t, group, scheduler, columns
+            score, total, top = merge_halves(
+                o, exchange, first_token, score, total, top, mailbox, t, group, scheduler, columns
             )
     slot = partial_slot(tile, scheduler)
     partial, exists = writes(tile, Boolean(True), group, scheduler)
@@ -224,14 +183,11 @@ def finish(
         rows = Int32(0)
     lse, lse_partial = outputs.lse, outputs.lse_partial
     if t < ROWS and exists:
-        total, top, own, share = with_first(
-            exchange.row_sum[t, 0] + exchange.row_sum[t, 1], exchange.tops[t, group], score,
-            first_token.scale[0],
-        )  # fmt: skip
+        total, top, own, share = with_first(total, top, score, first_token.scale[0])
         inverse, lse_log2 = normaliser(total, top - WEIGHT_BITS)
         factor = inverse * cache_scale
-        exchange.tops[t, group] = factor * own
-        means.removed[t, group] = factor * share
+        exchange.factors[t, group] = factor * own
+        exchange.shares[t, group] = factor * share
         if group == 0 and t < rows:
             if partial:
                 lse_partial[slot * ROWS + t] = lse_log2
@@ -239,7 +195,7 @@ def finish(
                 at = tile.base + tile.row + t
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    factors = (exchange.tops, means.removed)
+    factors = (exchange.factors, exchange.shares)
     values = own_values(first_token, t, group)
     column = group * HALF + t // 32 * 16 + t % 32 // 4 * 2  # the first of this thread's
     of_partial = outputs.o_partial + (
@@ -265,6 +221,8 @@ def merge_halves(
     exchange: cutlass.Constexpr,
     first_token: cutlass.Constexpr,
     score: Float32,
+    total: Float32,
+    top: Float32,
     mailbox: cutlass.Constexpr,
     t: Int32,
     group: Int32,
@@ -273,8 +231,11 @@ def merge_halves(
 ):
     """Merge the half of this CTA with that of the other of its cluster, see `latent/cluster.py`.
 
-    Behind it the warpgroup that keeps its columns has the output of both halves, and `exchange`
-    their sums and maxima for it. Both CTAs have the first token; its score of row `t` is returned.
+    Behind it the warpgroup that keeps its columns has the output of both halves, their sums and
+    maxima. Both CTAs have the first token.
+
+    Returns:
+        Of row `t` the score of the first token, the sum and the maximum.
     """
     rank = scheduler.cluster_rank
     meet()  # no warp of the cluster reads its KV blocks any more
@@ -282,20 +243,14 @@ def merge_halves(
         send_values(o, mailbox, 1 - rank, t)
         send_first(first_token, score, 1 - rank, t, group)
         if t < ROWS:
-            total = exchange.row_sum[t, 0] + exchange.row_sum[t, 1]
-            send_row(total, exchange.tops[t, group], t, mailbox, 1 - rank)
+            send_row(total, top, t, mailbox, 1 - rank)
     meet()
     if group == rank:
         if t < ROWS:
-            total, top, own, other = weights(
-                exchange.row_sum[t, 0] + exchange.row_sum[t, 1], exchange.tops[t, group],
-                mailbox.rows[t, 0], mailbox.rows[t, 1],
-            )  # fmt: skip
-            exchange.row_sum[t, group] = total
-            exchange.row_sum[t, 1 - group] = Float32(0.0)
-            exchange.tops[t, group] = top
-            exchange.scales[t, group] = own
-            exchange.carried[t, group] = other
+            total, top, own, other = weights(total, top, mailbox.rows[t, 0], mailbox.rows[t, 1])
+            # Where the other warpgroup, which writes nothing, would have its factors.
+            exchange.factors[t, 1 - group] = own
+            exchange.shares[t, 1 - group] = other
         sync_warpgroup(Barrier.WARPGROUP_0 + group)
         flat = cute.make_tensor(o.iterator, cute.make_layout(cute.size(o)))
         vector = cute.size(mailbox.values, mode=[0])
@@ -304,9 +259,9 @@ def merge_halves(
             for n in cutlass.range_constexpr(vector):
                 at = vector * i + n
                 row = own_row(at // 4 % (columns // 8), at % 2, t % 32)
-                own, other = exchange.scales[row, group], exchange.carried[row, group]
+                own, other = exchange.factors[row, 1 - group], exchange.shares[row, 1 - group]
                 flat[at] = flat[at] * own + received[n] * other
-    return received_score(first_token, score, t, rank)
+    return received_score(first_token, score, t, rank), total, top
 
 
 @cute.jit

@@ -1,12 +1,11 @@
-"""What the consumers of the 8-bit latent kernel work on: constants, shared memory, registers."""
+"""What the warpgroups of the 8-bit latent kernel compute with: constants, memory, registers."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import (
-    KV_BLOCK,
-    LATENT,
-)
+from mla_var3.kernel.cute_python.mla.hopper import constants
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LATENT, WARPGROUP
 
 HALF = LATENT // 2
 """Output columns of a warpgroup."""
@@ -22,6 +21,9 @@ that saturates. With normal scores of 1.9 bits standard deviation and 4096 token
 blocks have one in 64 rows without it and none with it; errors rise from 2.6 to 2.7 %."""
 FLUSH_PAIRS = 32
 """Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
+MOST_RISE = 64.0
+"""Where a maximum has risen by more powers of two since its row was first flushed, what was flushed
+is dropped: it is far below what e4m3 weights resolve. Up to there numbers fit a float32."""
 MEAN_PAIRS = 4
 """Pairs of KV blocks between two subtractions of the means (`means.py`), the first after half as
 many. With 8 what is lost doubles, 0.5 and 0.7 % over 131072 tokens instead of 0.2 and 0.5, and the
@@ -35,6 +37,25 @@ MEAN_COPIES = 32
 at a maximum that began `FIRST_BITS` too high are 16 to 32."""
 TILE_BYTES = KV_BLOCK * 128
 """Bytes of a column tile of a KV block or query tile: 64 rows of 128 columns."""
+SCORE_WARP = constants.THREADS // 32
+"""The first warp of the score warpgroup. The value warpgroups are where other kernels have their
+consumers."""
+THREADS = constants.THREADS + WARPGROUP
+COMPUTING = constants.CONSUMERS + WARPGROUP
+"""Threads of the value warpgroups and the score warpgroup."""
+
+
+class Handover(IntEnum):
+    """Named barriers between the score warpgroup and the value warpgroups, behind `Barrier`.
+
+    All their threads take part, and those of one side only arrive.
+    """
+
+    QUERIES = 8  # the queries of a tile are in shared memory
+    TILE = 9  # what the values need of the rows when a tile ends
+    FLUSH = 10  # factors of an output that moves to memory
+    MEANS = 11  # weights of the means
+    SCORES = 12  # of the score warpgroup alone
 
 
 @dataclass(frozen=True)
@@ -61,19 +82,20 @@ class Queries:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Shared memory of the consumers.
+    """Shared memory of the score warpgroup and the value warpgroups.
 
     Attributes:
         q: [64, 512] e4m3 and its pointer `q_bytes`.
         q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
         p: [columns, 64, stage] e4m3 weights and their words `p_words`.
-        q_scale: [64] scales of the query rows, when a tile begins; later sums of `row_sum`.
-        row_max: [64] running maximum.
-        scales: [64, warpgroup] factors by which the maximum of its last block rescales.
-        risen: [warpgroup] number of its last block in which a maximum rose.
-        row_sum: [64, warpgroup] sums of probabilities.
-        tops, carried: [64, warpgroup] maxima of now and of the output in memory (`flush`); where
-            these have been used, the factors that follow from them.
+        q_scale: [64] scales of the query rows, when a tile begins; later `row_sum`.
+        row_sum, row_max: [64] sums of probabilities and maxima, when a tile ends.
+        flush: [64] factors of an output that moves to memory.
+        fall: [64] factors of the output in memory, when a tile ends.
+        scales: [64, stage] factors by which the maximum of a KV block rescales.
+        risen: [stage] number of the last KV block in which a maximum rose.
+        factors, shares: [64, value warpgroup] factors of the output and of the first token, when a
+            tile ends: where `scales` are otherwise.
     """
 
     q: Any
@@ -83,12 +105,14 @@ class Exchange:
     p: Any
     p_words: Any
     q_scale: Any
+    row_sum: Any
     row_max: Any
+    flush: Any
+    fall: Any
     scales: Any
     risen: Any
-    row_sum: Any
-    tops: Any
-    carried: Any
+    factors: Any
+    shares: Any
 
 
 @dataclass(frozen=True)
@@ -100,11 +124,8 @@ class Means:
         found: [half of the columns] whether one has a mean that makes subtracting worth while: not
             0.
         scale: [1] mean scale of the tokens; 1 with one scale for the whole cache.
-        weights: [columns, 32, stage] e4m3 weights of the means, where the weights of a KV block
-            are otherwise.
-        removed: [64, warpgroup] what was subtracted from a row, in weights of the means.
-        tops: [64, warpgroup] the maxima to which that is relative.
-        phases: [warpgroup] phase of `ready`.
+        weights: [columns, 32] e4m3 weights of the means.
+        removed: [64] what was subtracted from a row, in weights of the means, when a tile ends.
         first_block: [1] see `produce`.
         ready, free: mbarriers of means that are there, and of those of a tile that has ended.
     """
@@ -114,8 +135,6 @@ class Means:
     scale: Any
     weights: Any
     removed: Any
-    tops: Any
-    phases: Any
     first_block: Any
     ready: Any
     free: Any
@@ -147,65 +166,97 @@ class Mmas:
 
 
 @dataclass(frozen=True)
-class Fragments:
-    """Operands and accumulators of a thread.
+class ScoreFragments:
+    """Operands and accumulators of a thread of the score warpgroup.
 
     Attributes:
-        q, q_rope, keys, rope, p, mean_weights: in shared memory.
-        acc_s: scores, and as [row of this thread, (column of a pair, group of 8 columns)] `s`.
-        acc_o: output, and by query row `o`.
+        q, q_rope, keys, rope: in shared memory.
+        acc: scores, and as [row of this thread, (column of a pair, group of 8 columns)] `s`.
     """
 
     q: Any
     q_rope: Any
     keys: Any
     rope: Any
-    p: Any
-    mean_weights: Any
-    acc_s: Any
+    acc: Any
     s: Any
-    acc_o: Any
-    o: Any
 
 
 @dataclass(frozen=True)
-class State:
-    """Numbers of a thread, per row of its scores.
+class ScoreState:
+    """Numbers of a thread of the score warpgroup, per row.
 
     Attributes:
-        sums: sums of its probabilities.
-        scale: factor by which the last maximum rescales.
+        sums, other_sums: sums of its probabilities, of every other KV block.
         top: running maximum.
         factors: from scores to powers of two.
+        carried: maximum to which the output in memory is relative (`flush_factors`).
+        removed, removed_top: what was subtracted from a row, in weights of the means, and the
+            maximum to which that is relative.
     """
 
     sums: Any
-    scale: Any
+    other_sums: Any
     top: Any
     factors: Any
+    carried: Any
+    removed: Any
+    removed_top: Any
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step of the consumers works on: see `consume`.
+class ScoreStep:
+    """What the score warpgroup works on: see `compute_all_scores`.
 
     Attributes:
-        mmas, work, values, state, exchange: `Mmas`, `Fragments`, `values_tensor`, `State`,
-            `Exchange`.
+        mmas, work, state, exchange: `Mmas`, `ScoreFragments`, `ScoreState`, `Exchange`.
         scales: of the tokens in all stages, or None.
-        places: where this lane reads values.
         barriers: mbarriers.
         scheduler: the CTA's work tiles.
-        columns: query rows on the N side.
+        columns: query rows on the N side of the second product.
     """
 
     mmas: Any
     work: Any
-    values: Any
     state: Any
     exchange: Any
     scales: Any
-    places: Any
     barriers: Any
     scheduler: Any
+    columns: Any
+
+
+@dataclass(frozen=True)
+class ValueFragments:
+    """Operands and accumulators of a thread of a value warpgroup.
+
+    Attributes:
+        p, mean_weights: in shared memory.
+        values: registers of V^T, see `values_tensor`.
+        acc: output, and by query row `o`.
+    """
+
+    p: Any
+    mean_weights: Any
+    values: Any
+    acc: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class ValueStep:
+    """What a value warpgroup works on: see `consume`.
+
+    Attributes:
+        mma, work, exchange: that of the values, `ValueFragments`, `Exchange`.
+        places: where this lane reads values.
+        barriers: mbarriers.
+        columns: query rows on the N side.
+    """
+
+    mma: Any
+    work: Any
+    exchange: Any
+    places: Any
+    barriers: Any
     columns: Any

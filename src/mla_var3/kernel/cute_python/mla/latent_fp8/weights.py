@@ -1,4 +1,9 @@
-"""Scores to weights of the 8-bit latent kernel, and the running maximum of both warpgroups."""
+"""Scores to weights of the 8-bit latent kernel, and the running maxima.
+
+A *weight* is a probability times the scale of its token, in e4m3. The running maximum is that of
+the weights, with the scale rounded down to a power of two: weights then fit e4m3, however the
+scales differ.
+"""
 
 from typing import Any
 
@@ -19,9 +24,13 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.mask import needs_mask, row_begin, row_limit
-from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import FIRST_BITS, RISE_BITS, WEIGHT_BITS
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    FIRST_BITS,
+    RISE_BITS,
+    WEIGHT_BITS,
+    Handover,
+)
 
 
 @cute.jit
@@ -34,46 +43,37 @@ def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: 
 
 
 @cute.jit
-def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32, group: Int32):
-    """Set the scales behind the first `valid` to 1: they may be NaN. A warpgroup calls it."""
+def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32):
+    """Set the scales behind the first `valid` to 1: they may be NaN."""
     if t >= valid and t < KV_BLOCK:
         scales[t, stage] = Float32(1.0)
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    sync_warpgroup(Handover.SCORES)
 
 
 @cute.jit
-def compute_weights(
+def hide_scores(
     step: cutlass.Constexpr,
-    group: cutlass.Constexpr,
     stage: Int32,
     token: Int32,
-    number: Int32,
     lowest: Int32,
     stored: Int32,
     tile: cutlass.Constexpr,
     t: Int32,
 ):
-    """Scores of a KV block to weights in shared memory, with the maximum of both warpgroups.
-
-    The maximum of a row is not computed as long as no weight saturates: the weights are computed
-    with the maximum of the blocks before, and once more in the warps where one saturated.
+    """Hide the scores of a KV block that rows do not see, and scales of tokens that do not exist.
 
     Args:
-        step: `Step`.
-        group: the warpgroup.
-        stage: the block's stage, and slot of its weights.
+        step: `ScoreStep`.
+        stage: the block's stage.
         token: the block's first token.
-        number: number of the block in the CTA.
-        lowest, stored: see `take_even`.
-        tile: the work tile.
-        t: this thread.
+        lowest, stored, tile, t: see `weigh_block`.
     """
-    state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
+    scales, s = step.scales, step.work.s
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
     if const_expr(scales is not None):
         if token + KV_BLOCK > stored:
-            clear_scales(scales, stage, stored - token, t, group)
+            clear_scales(scales, stage, stored - token, t)
     if needs_mask(token, lowest, tile, step.scheduler):
         limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
@@ -81,32 +81,58 @@ def compute_weights(
             if const_expr(step.scheduler.window is not None):
                 begins[r] = row_begin(tile, row0 + 8 * r, step.scheduler)
         mask(s, token, limits, begins, lane, row0, tile, step.scheduler)
-    words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
-    added = cute.make_rmem_tensor(2, Float32)
-    weigh(s, state.top, state.factors, scales, stage, words, added, lane)
-    state.scale.fill(1.0)
+
+
+@cute.jit
+def store_weights(
+    step: cutlass.Constexpr,
+    words: cute.Tensor,
+    added: cute.Tensor,
+    stage: Int32,
+    number: Int32,
+    t: Int32,
+):
+    """Weights of a KV block into shared memory, and its sums to those of the rows.
+
+    The maximum of a row is not computed as long as no weight saturates: the weights are those with
+    the maximum of the blocks before. They are computed once more in the warps where one saturated.
+
+    Args:
+        step: `ScoreStep`.
+        words, added: see `weigh`.
+        stage: the block's stage, and slot of its weights.
+        number: number of the block in the CTA.
+        t: this thread.
+    """
+    state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
+    lane = t % 32
+    row0 = (t // 32) * 16 + lane // 4
+    scale = cute.make_rmem_tensor(2, Float32)
+    scale.fill(1.0)
     if cute.arch.vote_ballot_sync(any_saturated(words)) != 0:
-        factors, best = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        for r in cutlass.range_constexpr(2):
-            factors[r] = opaque(state.factors[r])
+        best = cute.make_rmem_tensor(2, Float32)
         hidden_lane = opaque(lane)
-        highest_exponents(s, best, factors, scales, stage, hidden_lane)
+        highest_exponents(s, best, state, scales, stage, hidden_lane)
         for r in cutlass.range_constexpr(2):
             if state.top[r] == SCORE_FLOOR:
                 best[r] = best[r] + FIRST_BITS
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
-        raise_max(best, state.top, state.scale, state.sums, Float32(1.0), margin)
-        weigh(s, state.top, factors, scales, stage, words, added, hidden_lane)
-        if lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                exchange.row_max[row0 + 8 * r] = state.top[r]
+        raise_max(best, state.top, scale, state.sums, Float32(1.0), margin)
+        for r in cutlass.range_constexpr(2):
+            state.other_sums[r] = state.other_sums[r] * scale[r]
+        added.fill(0.0)
+        for g in cutlass.range_constexpr(KV_BLOCK // 16):
+            weigh(s, state, scales, stage, g, words, added, hidden_lane)
         if lane == 0:
-            exchange.risen[group] = number
+            exchange.risen[stage] = number
     if lane % 4 == 0:
         for r in cutlass.range_constexpr(2):
-            exchange.scales[row0 + 8 * r, group] = state.scale[r]
+            exchange.scales[row0 + 8 * r, stage] = scale[r]
     for r in cutlass.range_constexpr(2):
-        state.sums[r] = state.sums[r] + added[r]
+        # The sums of even and odd blocks apart, see `means.py`.
+        total = state.sums[r] + added[r]
+        state.sums[r] = state.other_sums[r]
+        state.other_sums[r] = total
         row = row0 + 8 * r
         for g in cutlass.range_constexpr(KV_BLOCK // 16):
             place = stage * (step.columns * 16) + row * 16 + (g ^ (lane // 8)) * 4 + lane % 4
@@ -132,58 +158,51 @@ def opaque(value: Any) -> Any:
 @cute.jit
 def weigh(
     s: cute.Tensor,
-    top: cute.Tensor,
-    row_factors: cute.Tensor,
+    state: cutlass.Constexpr,
     scales: cutlass.Constexpr,
     stage: Int32,
+    g: cutlass.Constexpr,
     words: cute.Tensor,
     added: cute.Tensor,
     lane: Int32,
 ):
-    """Weights of this thread's scores, tokens in the order of `consumer.py`.
-
-    With scales per token, probabilities are added in pairs: 3 % faster, while kernels without lose
-    up to 3 % by it (docs/results/2026-11-18-nvidia-h200-fp8-cluster-rows.json).
+    """Weights of this thread's scores of 16 tokens, in the order of `values.py`.
 
     Args:
-        s: scores of two rows, over the scales of their tokens and of their row.
-        top, row_factors: see `State`.
+        s: scores of two rows, see `scaled_scores`.
+        state: `ScoreState`.
         scales: of the tokens, or None.
         stage: the block's stage.
+        g: which of the block's tokens.
         words: a word of weights per 16 tokens and row, written.
-        added: sums of the probabilities, written.
+        added: sums of the probabilities, to which these are added.
         lane: this thread's lane.
     """
-    added.fill(0.0)
-    bases = (WEIGHT_BITS - top[0], WEIGHT_BITS - top[1])
-    for g in cutlass.range_constexpr(KV_BLOCK // 16):
-        weights, probabilities = (cute.make_rmem_tensor((4, 2), Float32) for _ in range(2))
-        for half in cutlass.range_constexpr(2):
-            j = 2 * g + half
-            factors = (Float32(1.0), Float32(1.0))
-            if const_expr(scales is not None):
-                two = token_scales(scales, stage, j, lane)
-                factors = (two[0], two[1])
-            for r in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    score = s[r, (e, j)]
-                    if const_expr(scales is not None):
-                        score = score * factors[e]
-                    p = cute.math.exp2(score * row_factors[r] + bases[r], fastmath=True)
-                    if const_expr(scales is None):
-                        added[r] = added[r] + p
-                    else:
-                        probabilities[2 * half + e, r] = p
-                        p = p * factors[e]
-                    weights[2 * half + e, r] = p
+    bases = (WEIGHT_BITS - state.top[0], WEIGHT_BITS - state.top[1])
+    weights, probabilities = (cute.make_rmem_tensor((4, 2), Float32) for _ in range(2))
+    for half in cutlass.range_constexpr(2):
+        j = 2 * g + half
+        factors = (Float32(1.0), Float32(1.0))
         if const_expr(scales is not None):
-            for r in cutlass.range_constexpr(2):
-                added[r] = added[r] + sum_in_pairs([probabilities[i, r] for i in range(4)])
-        narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
-        narrow.store(weights.load().to(Float8E4M3FN))
-        packed = cute.recast_tensor(narrow, Int32)
+            two = token_scales(scales, stage, j, lane)
+            factors = (two[0], two[1])
         for r in cutlass.range_constexpr(2):
-            words[g, r] = packed[0, r]
+            for e in cutlass.range_constexpr(2):
+                score = s[r, (e, j)]
+                if const_expr(scales is not None):
+                    score = score * factors[e]
+                p = cute.math.exp2(score * state.factors[r] + bases[r], fastmath=True)
+                probabilities[2 * half + e, r] = p
+                if const_expr(scales is not None):
+                    p = p * factors[e]
+                weights[2 * half + e, r] = p
+    for r in cutlass.range_constexpr(2):
+        added[r] = added[r] + sum_in_pairs([probabilities[i, r] for i in range(4)])
+    narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
+    narrow.store(weights.load().to(Float8E4M3FN))
+    packed = cute.recast_tensor(narrow, Int32)
+    for r in cutlass.range_constexpr(2):
+        words[g, r] = packed[0, r]
 
 
 @cute.jit
@@ -206,7 +225,7 @@ def floor_log2(number: Float32) -> Float32:
 def highest_exponents(
     s: cute.Tensor,
     best: cute.Tensor,
-    factors: cute.Tensor,
+    state: cutlass.Constexpr,
     scales: cutlass.Constexpr,
     stage: Int32,
     lane: Int32,
@@ -215,7 +234,7 @@ def highest_exponents(
     if const_expr(scales is None):
         thread_max(s, best)
         for r in cutlass.range_constexpr(2):
-            best[r] = best[r] * factors[r]
+            best[r] = best[r] * state.factors[r]
     else:
         best.fill(-Float32.inf)
         for j in cutlass.range_constexpr(KV_BLOCK // 8):
@@ -223,38 +242,22 @@ def highest_exponents(
             for e in cutlass.range_constexpr(2):
                 added = floor_log2(two[e])
                 for r in cutlass.range_constexpr(2):
-                    exponent = s[r, (e, j)] * two[e] * factors[r] + added
+                    exponent = s[r, (e, j)] * two[e] * state.factors[r] + added
                     best[r] = cute.arch.fmax(best[r], exponent)
-
-
-@cute.jit
-def adopt_max(
-    state: cutlass.Constexpr,
-    exchange: cutlass.Constexpr,
-    group: cutlass.Constexpr,
-    number: Int32,
-    t: Int32,
-):
-    """Adopt the maxima of a block of warpgroup `group`, the other one, if one has risen."""
-    row0 = (t // 32) * 16 + t % 32 // 4
-    if exchange.risen[group] == number:
-        for r in cutlass.range_constexpr(2):
-            state.top[r] = exchange.row_max[row0 + 8 * r]
-            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, group]
 
 
 @cute.jit
 def rescale_output(
     o: cute.Tensor,
     exchange: cutlass.Constexpr,
-    group: cutlass.Constexpr,
+    stage: Int32,
     number: Int32,
     lane: Int32,
     columns: cutlass.Constexpr,
 ):
-    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it."""
-    if exchange.risen[group] == number:
+    """Multiply the output by the scales of a KV block, if a maximum has risen in it."""
+    if exchange.risen[stage] == number:
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                scale = exchange.scales[own_row(j, e, lane), group]
+                scale = exchange.scales[own_row(j, e, lane), stage]
                 o[(e, j), None].store(o[(e, j), None].load() * scale)

@@ -1,0 +1,240 @@
+"""The score warpgroup of the 8-bit latent kernel: scores to weights, for both value warpgroups.
+
+It computes the scores of all KV blocks, with 64 query rows on the M side,
+
+    S [64 rows, 64 tokens] = Q8 [64, 512] K8^T (+ rope)
+
+and owns the softmax: running maxima, sums, weights. It is up to three blocks ahead of the values.
+
+Per token, K8 and V8 have the scale sk, and a query row has sq. The cache holds the rope part of a
+key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in one accumulator.
+`weights.py` says what a weight is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    KV_BLOCK,
+    ROWS,
+    SCORE_FLOOR,
+    WARPGROUP,
+)
+from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum, two_rows
+from mla_var3.kernel.cute_python.mla.hopper.warps import release
+from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
+from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import is_apart, set_apart
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
+    part_end,
+    wait_means,
+    weigh_means,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
+    STAGES,
+    empty,
+    full,
+    has_means,
+    weighed,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    COMPUTING,
+    FLUSH_PAIRS,
+    MOST_RISE,
+    Handover,
+    ScoreFragments,
+    ScoreState,
+    ScoreStep,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.weights import hide_scores, store_weights, weigh
+
+
+@cute.jit
+def compute_all_scores(
+    mmas: cutlass.Constexpr,
+    blocks: cutlass.Constexpr,
+    keys_bytes: cute.Pointer,
+    barriers: cute.Pointer,
+    exchange: cutlass.Constexpr,
+    means: cutlass.Constexpr,
+    first_token: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
+    cache_scale: Float32,
+    scale_log2e: Float32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Weights of all work tiles of the CTA; the score warpgroup calls it.
+
+    Args: see `values.consume`.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    t = thread % WARPGROUP
+    row0 = (t // 32) * 16 + t % 32 // 4
+    thr_qk, thr_r = mmas.qk.get_slice(t), mmas.rope.get_slice(t)
+    acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
+    work = ScoreFragments(
+        mmas.qk.make_fragment_A(thr_qk.partition_A(exchange.q)),
+        mmas.rope.make_fragment_A(thr_r.partition_A(exchange.q_rope)),
+        mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
+        mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
+        acc, two_rows(acc, KV_BLOCK),
+    )  # fmt: skip
+    state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
+    step = ScoreStep(mmas, work, state, exchange, blocks.scales, barriers, scheduler, columns)
+    tile = scheduler.first_tile()
+    base = Int32(0)
+    phase = Int32(0)
+    while tile.valid:
+        cute.arch.barrier(barrier_id=Handover.QUERIES, number_of_threads=COMPUTING)
+        state.sums.fill(0.0)
+        state.other_sums.fill(0.0)
+        state.top.fill(SCORE_FLOOR)
+        state.removed.fill(0.0)
+        state.removed_top.fill(SCORE_FLOOR)
+        for i in cutlass.range_constexpr(2):
+            state.factors[i] = scale_log2e * cache_scale * exchange.q_scale[row0 + 8 * i]
+        lowest = first_hidden(tile, scheduler)
+        apart = is_apart(tile, lowest, scheduler)
+        stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
+        stage = cute.arch.make_warp_uniform(base % STAGES)
+        cute.arch.mbarrier_wait(full(barriers, stage), base // STAGES % 2)
+        compute_scores(mmas, work, stage)
+        set_apart(step, first_token, outputs, keys_bytes, tile, apart, stage, t)
+        removing = Int32(has_means(tile))
+        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
+        for segment in cutlass.range(segments, unroll=1):
+            begin = segment * FLUSH_PAIRS
+            last_pair = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
+            while begin < last_pair:
+                end = part_end(begin, last_pair, removing)
+                for block in cutlass.range(2 * begin, 2 * end, unroll=1):
+                    weigh_block(step, tile, block, base, lowest, stored, t)
+                if end < last_pair:
+                    if begin == 0:
+                        removing = wait_means(means, phase)
+                    if removing != 0:
+                        weigh_means(step, means, end, t)
+                begin = end
+            if segment < segments - 1:
+                publish_flush(step, segment, t)
+        publish_tile(step, means, t)
+        base += 2 * tile.pairs
+        if has_means(tile):
+            phase ^= 1
+        tile = scheduler.next_tile(tile)
+
+
+@cute.jit
+def publish_flush(step: cutlass.Constexpr, flushed: Int32, t: Int32):
+    """Factors of an output that moves to memory, added to what is there if `flushed`.
+
+    What is there is relative to the maxima of the first flush, and so is what is added. A row whose
+    maximum has risen by more than `MOST_RISE` starts again: its factor is negative.
+    """
+    state = step.state
+    factors = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        rise = state.top[r] - state.carried[r]
+        factors[r] = Float32(-1.0)
+        if flushed == 0 or rise > MOST_RISE:
+            state.carried[r] = state.top[r]
+        else:
+            factors[r] = cute.math.exp2(rise, fastmath=True)
+    publish([(factors, step.exchange.flush)], t)
+    cute.arch.barrier_arrive(barrier_id=Handover.FLUSH, number_of_threads=COMPUTING)
+
+
+@cute.jit
+def publish_tile(step: cutlass.Constexpr, means: cutlass.Constexpr, t: Int32):
+    """What the value warpgroups need of the rows when a tile ends."""
+    state, exchange = step.state, step.exchange
+    for r in cutlass.range_constexpr(2):
+        state.sums[r] = row_sum(state.sums[r] + state.other_sums[r])
+        fall = state.removed_top[r] - state.top[r]
+        state.removed[r] = state.removed[r] * cute.math.exp2(fall, fastmath=True)
+        state.carried[r] = cute.math.exp2(state.carried[r] - state.top[r], fastmath=True)
+    publish(
+        [
+            (state.sums, exchange.row_sum), (state.top, exchange.row_max),
+            (state.carried, exchange.fall), (state.removed, means.removed),
+        ],
+        t,
+    )  # fmt: skip
+    cute.arch.barrier_arrive(barrier_id=Handover.TILE, number_of_threads=COMPUTING)
+
+
+def publish(numbers: list[tuple[cute.Tensor, cute.Tensor]], t: Int32) -> None:
+    """Numbers of the rows into shared memory; the four threads of a row have the same."""
+    row0 = (t // 32) * 16 + t % 32 // 4
+    for own, shared in numbers:
+        for r in range(2):
+            shared[row0 + 8 * r] = own[r]
+
+
+@cute.jit
+def weigh_block(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    block: Int32,
+    base: Int32,
+    lowest: Int32,
+    stored: Int32,
+    t: Int32,
+):
+    """Weights of a KV block, whose scores exist, and the scores of the next one.
+
+    The weights are handed over when these scores exist: the value warpgroups then use the tensor
+    cores while the next weights are computed. Earlier, they would compete with the scores for them
+    and leave them idle afterwards.
+
+    Behind a tile's last block there is no next one. Scores are computed all the same, from whatever
+    is there, and not used: products under a branch would be serialised.
+
+    Args:
+        step: `ScoreStep`.
+        tile: the work tile.
+        block: the block, counted within the tile.
+        base: blocks of the tiles before.
+        lowest: the first token that some row may not see.
+        stored: the first token that is in no block of the tile.
+        t: this thread.
+    """
+    barriers = step.barriers
+    number = cute.arch.make_warp_uniform(base + block)
+    stage = cute.arch.make_warp_uniform(number % STAGES)
+    token = (tile.first + block) * KV_BLOCK
+    hide_scores(step, stage, token, lowest, stored, tile, t)
+    words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
+    added = cute.make_rmem_tensor(2, Float32)
+    added.fill(0.0)
+    for g in cutlass.range_constexpr(KV_BLOCK // 16):
+        weigh(step.work.s, step.state, step.scales, stage, g, words, added, t % 32)
+    following = cute.arch.make_warp_uniform((number + 1) % STAGES)
+    # Both waits end when the block that was in that stage before has been released. Products of a
+    # block are waited for before the next one is released, so that the slot of the weights is free.
+    if block + 1 < 2 * tile.pairs:
+        cute.arch.mbarrier_wait(full(barriers, following), (number + 1) // STAGES % 2)
+    elif number >= STAGES:
+        cute.arch.mbarrier_wait(empty(barriers, following), (number + 1) // STAGES % 2 ^ 1)
+    store_weights(step, words, added, stage, number, t)
+    compute_scores(step.mmas, step.work, following)
+    cute.arch.sync_warp()
+    release(weighed(barriers, stage), t % 32)
+
+
+@cute.jit
+def compute_scores(mmas: cutlass.Constexpr, work: cutlass.Constexpr, stage: Int32):
+    """Scores of the KV block of a stage."""
+    latent_steps, rope_steps = (cute.size(q, mode=[2]) for q in (work.q, work.q_rope))
+    steps = [(work.q, work.keys, mmas.qk, k) for k in range(latent_steps)]
+    steps += [(work.q_rope, work.rope, mmas.rope, k) for k in range(rope_steps)]
+    warpgroup.fence()
+    for i in cutlass.range_constexpr(len(steps)):
+        queries, keys, mma, k = steps[i]
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, i > 0)
+        cute.gemm(atom, work.acc, queries[(None, None, k)], keys[(None, None, k, stage)], work.acc)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)

@@ -1,0 +1,252 @@
+"""Value warpgroups of the 8-bit latent kernel: the output, and its way to memory.
+
+Each of the two accumulates half of the output columns, which are on the M side. The query rows are
+on the N side:
+
+    O^T [256, rows] += V8^T [256, 64] W8^T
+
+An 8-bit wgmma takes its operands from shared memory with the contracted index innermost only, which
+for V^T is the token. As operand A it may come from registers instead: `ldmatrix` transposes pairs
+of bytes on the way there, and a byte permutation does the rest. So V is never written back to
+shared memory. The order of 16 tokens that results, 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, is the
+one in which four neighbouring threads have their scores, so weights need no exchange. The columns
+of an M tile are in pairs.
+
+The weights come from the score warpgroup (`scores.py`). The sums of an 8-bit wgmma have 13 bits
+(`FLUSH_PAIRS`), so an output is moved to float32 now and then: to the partial's place in memory,
+each thread its own numbers, which it reads at the end only.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from mla_var3.kernel.cute_python.mla.hopper.columns import by_row
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, WARPGROUP
+from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
+    part_end,
+    subtract_means,
+    wait_means,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
+    STAGES,
+    empty,
+    full,
+    has_means,
+    weighed,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
+from mla_var3.kernel.cute_python.mla.latent_fp8.results import finish, flush
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    FLUSH_PAIRS,
+    HALF,
+    TILE_BYTES,
+    ValueFragments,
+    ValueStep,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.weights import rescale_output
+
+
+def values_tensor() -> cute.Tensor:
+    """Registers for this warpgroup's half of V^T of a KV block: operand A, (byte, M tile, k)."""
+    layout = cute.make_layout(((4, 2, 2), HALF // 64, 2), stride=((1, 4, 8), 16, 64))
+    return cute.make_rmem_tensor(layout, Float8E4M3FN)
+
+
+@cute.jit
+def consume(
+    mma: cute.TiledMma,
+    keys_bytes: cute.Pointer,
+    barriers: cute.Pointer,
+    queries: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    means: cutlass.Constexpr,
+    first_token: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
+    cache_scale: Float32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    per_token: cutlass.Constexpr,
+    mailbox: cutlass.Constexpr,
+    early: cutlass.Constexpr,
+):
+    """Outputs of all work tiles of the CTA: warpgroup 0 has the left half of the columns.
+
+    Args:
+        mma: of the values.
+        keys_bytes: the KV blocks in shared memory.
+        barriers: mbarriers.
+        queries: `Queries`.
+        exchange: `Exchange`.
+        means: `Means`.
+        first_token: `FirstToken`.
+        outputs: `latent.ops.Outputs`.
+        cache_scale: the scale of the whole cache; 1 with scales per token.
+        scheduler: the CTA's work tiles.
+        columns: query rows on the N side.
+        per_token: whether every token has a scale.
+        mailbox: `Mailbox` of a kernel with clusters, else None.
+        early: as for `produce`.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    t = thread % WARPGROUP
+    thr_pv = mma.get_slice(t)
+    acc = cute.make_rmem_tensor(thr_pv.partition_shape_C((HALF, columns)), Float32)
+    work = ValueFragments(
+        mma.make_fragment_B(thr_pv.partition_B(exchange.p)),
+        mma.make_fragment_B(thr_pv.partition_B(means.weights)),
+        values_tensor(), acc, by_row(acc, columns, HALF // 64),
+    )  # fmt: skip
+    # A lane reads row `lane` of 32 tokens. The 16 bytes of a warp within 128 are swizzled by the
+    # row; the odd M tiles of a column tile lie 64 bytes further.
+    first = keys_bytes.toint() + group * (2 * TILE_BYTES)
+    places = (first + places_offset(t), first + (places_offset(t) ^ 64))
+    step = ValueStep(mma, work, exchange, places, barriers, columns)
+    tile = scheduler.first_tile()
+    base = Int32(0)
+    phase = Int32(0)
+    while tile.valid:
+        load_queries(queries, exchange, tile, thread, base == 0, early, per_token)
+        acc.fill(0.0)
+        stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
+        removing = Int32(has_means(tile))
+        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
+        for segment in cutlass.range(segments, unroll=1):
+            begin = segment * FLUSH_PAIRS
+            last_pair = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
+            while begin < last_pair:
+                end = part_end(begin, last_pair, removing)
+                valid = stored - (tile.first + 2 * begin) * KV_BLOCK
+                load_block(step, base + 2 * begin, valid, True, t, group)
+                for block in cutlass.range(2 * begin, 2 * end, unroll=1):
+                    valid = stored - (tile.first + block) * KV_BLOCK
+                    add_block(step, base + block, valid, block + 1 < 2 * end, t, group)
+                if end < last_pair:
+                    if begin == 0:
+                        removing = wait_means(means, phase)
+                    if removing != 0:
+                        subtract_means(step, means, t, group)
+                begin = end
+            if segment < segments - 1:
+                flush(work.o, exchange, outputs, t, group, scheduler, columns)
+        base += 2 * tile.pairs
+        if has_means(tile):
+            phase ^= 1
+        finish(
+            work.o, exchange, means, first_token, removing, outputs, tile, segments - 1,
+            cache_scale, t, group, scheduler, columns, queries.dtype, mailbox,
+        )  # fmt: skip
+        tile = scheduler.next_tile(tile)
+
+
+@cute.jit
+def load_block(
+    step: cutlass.Constexpr, number: Int32, valid: Int32, exists: Boolean, t: Int32, group: Int32
+):
+    """This warpgroup's half of V^T of a KV block into registers, or anything if it does not exist.
+
+    Args:
+        step: `ValueStep`.
+        number: number of the block in the CTA.
+        valid: tokens of the block that exist.
+        exists: whether it is there.
+        t, group: this thread and its warpgroup.
+    """
+    stage = cute.arch.make_warp_uniform(number % STAGES)
+    if exists:
+        cute.arch.mbarrier_wait(full(step.barriers, stage), number // STAGES % 2)
+        if valid < KV_BLOCK:
+            clear_values(step.places, stage, valid, t, group)
+    for k in cutlass.range_constexpr(2):
+        load_values(step.work.values, step.places, stage, k)
+
+
+@cute.jit
+def add_block(
+    step: cutlass.Constexpr, number: Int32, valid: Int32, more: Boolean, t: Int32, group: Int32
+):
+    """Add the values of a KV block, which are in registers, times its weights, and load the next.
+
+    Args:
+        step, number, valid, t, group: see `load_block`.
+        more: whether there is a next one.
+    """
+    work, exchange, barriers = step.work, step.exchange, step.barriers
+    lane = t % 32
+    stage = cute.arch.make_warp_uniform(number % STAGES)
+    cute.arch.mbarrier_wait(weighed(barriers, stage), number // STAGES % 2)
+    cute.arch.fence_view_async_shared()
+    rescale_output(work.o, exchange, stage, number, lane, step.columns)
+    for k in cutlass.range_constexpr(2):
+        add_values(step.mma, work, stage, k)
+    # Not before its products are issued: `ldmatrix` may still be reading then.
+    release(empty(barriers, stage), lane)
+    warpgroup.wait_group(0)
+    load_block(step, number + 1, valid - KV_BLOCK, more, t, group)
+
+
+def places_offset(t: Any) -> Any:
+    """Where a thread reads an even M tile, from the first byte of its warpgroup's columns on."""
+    return t % 32 * 128 + ((t // 32) ^ (t % 8)) * 16
+
+
+@cute.jit
+def load_values(values: cute.Tensor, places: cutlass.Constexpr, stage: Int32, k: cutlass.Constexpr):
+    """This warpgroup's half of V^T of 32 tokens of a KV block into the registers of an operand A.
+
+    `ldmatrix` with a transposition gives a thread two columns of two tokens; two such words are two
+    words of four tokens, one for each column.
+
+    Args:
+        values: registers, see `values_tensor`.
+        places: addresses that this lane reads, of even and odd M tiles.
+        stage: the block's stage.
+        k: which of the block's halves.
+    """
+    words = cute.recast_tensor(values, Int32)
+    for m in cutlass.range_constexpr(HALF // 64):
+        at = places[m % 2] + (stage * (4 * TILE_BYTES) + (m // 2) * TILE_BYTES + k * 4096)
+        found = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+            " { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[at],
+        )
+        for half in cutlass.range_constexpr(2):
+            low, high = found[2 * half], found[2 * half + 1]
+            words[(0, 0, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x6420)))
+            words[(0, 1, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x7531)))
+
+
+@cute.jit
+def clear_values(places: cutlass.Constexpr, stage: Int32, valid: Int32, t: Int32, group: Int32):
+    """Zero this warpgroup's half of the tokens behind the first `valid`: 0 * NaN is NaN.
+
+    The keys are in the same place; the scores of these tokens are hidden, whatever they are.
+    """
+    base = places[0] - places_offset(t) + stage * (4 * TILE_BYTES)
+    for i in cutlass.range(cutlass.max(valid, 0) * 16 + t, KV_BLOCK * 16, WARPGROUP, unroll=1):
+        at = base + i // 16 * 128 + i % 16 // 8 * TILE_BYTES + i % 8 * 16
+        cute.arch.inline_ptx(
+            "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [{$r0}], {z, z, z, z}; }",
+            read_only_args=[at],
+        )
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+
+
+@cute.jit
+def add_values(mma: cute.TiledMma, work: cutlass.Constexpr, stage: Int32, k: cutlass.Constexpr):
+    """Issue O^T += V^T W^T for 32 tokens of a stage; does not wait."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    cute.gemm(
+        atom, work.acc, work.values[(None, None, k)], work.p[(None, None, k, stage)], work.acc
+    )
+    warpgroup.commit_group()
