@@ -1,6 +1,7 @@
 """The 8-bit kernels in plain Python: where numbers lie, and between which blocks means go."""
 
 import inspect
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,23 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     COLUMN_CHOICES,
     word_place,
 )
-from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMERS, LATENT, ROWS, WARPGROUP
-from mla_var3.kernel.cute_python.mla.latent_fp8 import means, results
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import has_means
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    LATENT,
+    ROWS,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8 import means, producer, results, scores, values
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, has_means
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import SLOT_WORDS, four_of, own_words
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS, HALF, MEAN_PAIRS
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    FLUSH_PAIRS,
+    HALF,
+    MEAN_PAIRS,
+    MEAN_WARPS,
+)
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
 
 from .compile_once import as_written
@@ -122,7 +135,7 @@ class WordPointer(int):
 
 
 def test_values_of_the_first_token_find_their_threads(monkeypatch):
-    """The score warpgroup copies them, four columns per thread, to where their threads read them."""
+    """The score warpgroup copies them, four columns per thread, to where threads read them."""
     stored: dict[int, int] = {}
     for t in range(WARPGROUP):
         column = t % 32 * 4
@@ -170,3 +183,141 @@ def test_the_end_of_a_tile_adds_what_was_taken_from_the_output(flushed, removing
     with pytest.raises(Added):
         as_written(results.finish)(**given)
     assert added == ["flushed"] * (flushed != 0) + ["means"] * (removing != 0)
+
+
+# --- the score warpgroup ahead of the values ------------------------------------------------------
+
+ARRIVALS = {
+    **dict.fromkeys((producer.full(0, i) for i in range(STAGES)), 1),
+    **dict.fromkeys((producer.empty(0, i) for i in range(STAGES)), CONSUMER_WARPS + MEAN_WARPS),
+    **dict.fromkeys((producer.weighed(0, i) for i in range(STAGES)), WARPGROUP_WARPS),
+}
+"""Arrivals that complete an mbarrier, as `init_barriers` sets it up."""
+
+
+def events_of(monkeypatch, pairs: tuple[int, ...]) -> dict[str, list[tuple]]:
+    """What the warps of a CTA do on tiles of so many pairs of KV blocks, in their order."""
+    events: list[tuple] = []
+
+    def note(*event):
+        return lambda *args: events.append((*event, *args))
+
+    arch = SimpleNamespace(
+        make_warp_uniform=lambda number: number,
+        mbarrier_wait=lambda barrier, phase: events.append(("wait", barrier, phase)),
+        sync_warp=lambda: None,
+        fence_view_async_shared=lambda: None,
+    )
+    tensor = SimpleNamespace(fill=lambda value: None)
+    plain = SimpleNamespace(range_constexpr=range)
+    for module in (scores, values):
+        device = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *args: tensor)
+        monkeypatch.setattr(module, "cute", device)
+        monkeypatch.setattr(module, "cutlass", plain)
+        monkeypatch.setattr(
+            module, "release", lambda barrier, lane: events.append(("arrive", barrier, 4))
+        )
+    for name in ("hide_scores", "weigh", "compute_scores"):
+        monkeypatch.setattr(scores, name, lambda *args: None)
+    monkeypatch.setattr(scores, "store_weights", lambda *args: events.append(("store", args[4])))
+    for name in ("rescale_output", "load_values"):
+        monkeypatch.setattr(values, name, lambda *args: None)
+    monkeypatch.setattr(values, "add_values", lambda *args: events.append(("products",)))
+    group = SimpleNamespace(wait_group=note("done"))
+    monkeypatch.setattr(values, "warpgroup", group)
+    weigh_block, load_block, add_block = (
+        as_written(each) for each in (scores.weigh_block, values.load_block, values.add_block)
+    )
+    monkeypatch.setattr(values, "load_block", load_block)
+    step = SimpleNamespace(
+        barriers=0, exchange=None, columns=ROWS, scales=None, mmas=None, mma=None, places=None,
+        state=None, work=SimpleNamespace(values=None, s=None, o=None),
+    )  # fmt: skip
+    found: dict[str, list[tuple]] = {}
+
+    def collect(role, tile_events):
+        events.clear()
+        base = 0
+        for number, count in enumerate(pairs):
+            tile_events(number, count, base)
+            base += 2 * count
+        found[role] = list(events)
+
+    def score(number, count, base):
+        events.append(("until", "queries", 2 * (number + 1)))
+        arch.mbarrier_wait(producer.full(0, base % STAGES), base // STAGES % 2)
+        tile = SimpleNamespace(first=0, pairs=count)
+        for block in range(2 * count):
+            weigh_block(step, tile, block, base, 0, 0, 0)
+        events.append(("count", "tile"))
+
+    def add(number, count, base):
+        events.append(("count", "queries"))
+        load_block(step, base, 10**6, True, 0, 0)
+        for block in range(2 * count):
+            events.append(("block", base + block))
+            add_block(step, base + block, 10**6, block + 1 < 2 * count, 0, 0)
+        events.append(("until", "tile", number + 1))
+
+    collect("scores", score)
+    collect("left values", add)
+    collect("right values", add)
+    blocks = range(2 * sum(pairs))
+    found["producer"], found["means"] = [], []
+    for n in blocks:
+        stage, phase = n % STAGES, n // STAGES % 2
+        full, empty = producer.full(0, stage), producer.empty(0, stage)
+        found["producer"] += [("wait", empty, phase ^ 1), ("arrive", full, 1)]
+        found["means"] += [("wait", full, phase), ("arrive", empty, MEAN_WARPS)]
+    return found
+
+
+@pytest.mark.parametrize("pairs", [(1, 1, 1, 1), (2, 3, 1), (9,)])
+def test_weights_are_not_overwritten_while_they_are_read(pairs, monkeypatch):
+    """In any order in which the warps may run, and they never wait for each other in a circle."""
+    found = events_of(monkeypatch, pairs)
+    for seed in range(200):
+        run(found, random.Random(seed))
+
+
+def run(found: dict[str, list[tuple]], draw: random.Random) -> None:
+    """Run the events of all roles in a random order that the barriers allow."""
+    arrived, phases = dict.fromkeys(ARRIVALS, 0), dict.fromkeys(ARRIVALS, 0)
+    counts = {"queries": 0, "tile": 0}
+    at = dict.fromkeys(found, 0)
+    slots: dict[int, int] = {}
+    current = {"left values": -1, "right values": -1}
+    ready = dict.fromkeys(current, -1)  # the last block whose products are done
+
+    def allowed(event):
+        if event[0] == "wait":
+            return phases[event[1]] % 2 != event[2]
+        return event[0] != "until" or counts[event[1]] >= event[2]
+
+    while True:
+        left = [role for role in found if at[role] < len(found[role])]
+        if not left:
+            return
+        able = [role for role in left if allowed(found[role][at[role]])]
+        assert able, {role: found[role][at[role]] for role in left}
+        role = draw.choice(able)
+        kind, *details = found[role][at[role]]
+        at[role] += 1
+        if kind == "arrive":
+            barrier, number = details
+            arrived[barrier] += number
+            assert arrived[barrier] <= ARRIVALS[barrier]
+            if arrived[barrier] == ARRIVALS[barrier]:
+                arrived[barrier], phases[barrier] = 0, phases[barrier] + 1
+        elif kind == "count":
+            counts[details[0]] += 1
+        elif kind == "store":
+            number = details[0]
+            assert min(ready.values()) >= number - STAGES, (number, ready)
+            slots[number % STAGES] = number
+        elif kind == "block":
+            current[role] = details[0]
+        elif kind == "products":
+            assert slots[current[role] % STAGES] == current[role]
+        elif kind == "done":
+            ready[role] = current[role]

@@ -98,7 +98,7 @@ def load_queries(
     if part == 0:
         exchange.q_scale[row] = scale
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier_arrive(barrier_id=Handover.QUERIES, number_of_threads=COMPUTING)
+    cute.arch.barrier_arrive(barrier_id=Handover.ROUNDED_QUERIES, number_of_threads=COMPUTING)
 
 
 def largest(values: cute.Tensor) -> Float32:

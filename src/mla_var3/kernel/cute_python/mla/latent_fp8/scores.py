@@ -87,7 +87,7 @@ def compute_all_scores(
     base = Int32(0)
     phase = Int32(0)
     while tile.valid:
-        cute.arch.barrier(barrier_id=Handover.QUERIES, number_of_threads=COMPUTING)
+        cute.arch.barrier(barrier_id=Handover.ROUNDED_QUERIES, number_of_threads=COMPUTING)
         state.sums.fill(0.0)
         state.other_sums.fill(0.0)
         state.top.fill(SCORE_FLOOR)

@@ -51,7 +51,7 @@ class Handover(IntEnum):
     All their threads take part, and those of one side only arrive.
     """
 
-    QUERIES = 8  # the queries of a tile are in shared memory
+    ROUNDED_QUERIES = 8  # those of a tile are in shared memory
     TILE = 9  # what the values need of the rows when a tile ends
     FLUSH = 10  # factors of an output that moves to memory
     MEANS = 11  # weights of the means
