@@ -74,23 +74,27 @@ def test_weights_arrive_in_the_order_of_the_tokens(columns):
 @pytest.mark.parametrize("pairs", [*range(1, 12), 31, 32, 33, 34, 36, 37, 64, 100])
 @pytest.mark.parametrize("found", [False, True])
 def test_parts_of_a_tile_meet_where_means_are_subtracted(pairs, found, monkeypatch):
-    """The loop of `consume`: every pair of KV blocks once, means in the middle of an interval."""
-    monkeypatch.setattr(means, "cutlass", SimpleNamespace(min=min))
+    """Every pair of KV blocks once, means in the middle of an interval."""
+    plain = SimpleNamespace(min=min, range=lambda number, unroll: range(number))
+    monkeypatch.setattr(means, "cutlass", plain)
+    monkeypatch.setattr(means, "Int32", int)
     uniform = SimpleNamespace(make_warp_uniform=lambda number: number)
     monkeypatch.setattr(means, "cute", SimpleNamespace(arch=uniform))
-    part_end = as_written(means.part_end)
-    removing, taken, subtracted = has_means(SimpleNamespace(pairs=pairs)), [], []
-    for first in range(0, pairs, FLUSH_PAIRS):
-        begin, last = first, min(first + FLUSH_PAIRS, pairs)
-        while begin < last:
-            end = part_end(begin, last, removing)
-            assert end > begin
-            taken += range(begin, end)
-            if end < last:
-                removing = removing and found
-                if removing:
-                    subtracted.append(end)
-            begin = end
+    monkeypatch.setattr(means, "wait_means", lambda given, phase: found)
+    monkeypatch.setattr(means, "part_end", as_written(means.part_end))
+    taken, subtracted, flushed = [], [], []
+
+    def take(begin, end):
+        assert end > begin
+        taken.extend(range(begin, end))
+
+    tile = SimpleNamespace(pairs=pairs)
+    removing = as_written(means.walk_parts)(
+        tile, None, 0, take, subtracted.append, lambda before: flushed.append((before, len(taken)))
+    )
+    assert flushed == [(i, FLUSH_PAIRS * (i + 1)) for i in range((pairs - 1) // FLUSH_PAIRS)]
+    assert means.flushes(tile) == len(flushed)
+    assert bool(removing) == (has_means(tile) and found)
     assert taken == list(range(pairs))
     long = found and pairs > MEAN_PAIRS
     middles = range(MEAN_PAIRS // 2, pairs, MEAN_PAIRS) if long else ()

@@ -113,6 +113,11 @@ def registers(columns: int) -> tuple[int, int]:
     return values, 4 * LAUNCH_REGISTERS - PRODUCER_REGISTERS - 2 * values
 
 
+def whole_scale(cache_scale: cute.Tensor | None) -> Float32:
+    """The scale of the whole cache; 1 with scales per token."""
+    return Float32(1.0) if cache_scale is None else cache_scale[0]
+
+
 class LatentFp8Sm90(ClusterHost):
     """Host and device code for one element type of the queries and one cache format.
 
@@ -357,19 +362,16 @@ class LatentFp8Sm90(ClusterHost):
             store.fall.get_tensor(line), store.rescales.get_tensor(rescales), risen,
             *(store.rescales.get_tensor(pairs)[None, (None, i)] for i in range(2)),
         )  # fmt: skip
-        mmas = Mmas(qk_mma, rope_mma, pv_mma)
         value_registers, score_registers = registers(self.columns)
         if warp_index >= SCORE_WARP:
             if const_expr(score_registers > LAUNCH_REGISTERS):
                 cute.arch.setmaxregister_increase(score_registers)
             else:
                 cute.arch.setmaxregister_decrease(score_registers)
-            whole_scale = Float32(1.0)
-            if const_expr(not self.per_token):
-                whole_scale = cache_scale[0]  # type: ignore[index]
             compute_all_scores(
-                mmas, blocks, store.keys.data_ptr(), barriers, exchange, means, first_token,
-                outputs, whole_scale, scale_log2e, scheduler, self.columns,
+                Mmas(qk_mma, rope_mma), blocks, store.keys.data_ptr(), barriers, exchange, means,
+                first_token, outputs, whole_scale(cache_scale), scale_log2e, scheduler,
+                self.columns,
             )  # fmt: skip
         elif warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -395,9 +397,7 @@ class LatentFp8Sm90(ClusterHost):
                     store.keys.data_ptr(), store.rope.data_ptr(), HALF * self.columns // WARPGROUP,
                     BFloat16,
                 )  # fmt: skip
-            whole_scale = Float32(1.0)
-            if const_expr(not self.per_token):
-                whole_scale = cache_scale[0]  # type: ignore[index]
+            scale = whole_scale(cache_scale)
             if const_expr(self.early):
                 # Every thread that reads queries, also in a CTA without work: the grid must not
                 # end before the kernel in front.
@@ -405,7 +405,7 @@ class LatentFp8Sm90(ClusterHost):
             consume(
                 pv_mma, store.keys.data_ptr(), barriers,
                 Queries(q_latent, q_rope, *q_strides, sizes.heads, self.dtype),
-                exchange, means, first_token, outputs, whole_scale, scheduler,
+                exchange, means, first_token, outputs, scale, scheduler,
                 self.columns, self.per_token, mailbox, self.early,
             )  # fmt: skip
             if const_expr(self.early):

@@ -38,6 +38,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
+    FLUSH_PAIRS,
     HALF,
     MEAN_COPIES,
     MEAN_PAIRS,
@@ -65,7 +66,53 @@ def weights_layout(columns: int) -> cute.Layout:
     )
 
 
-# --- parts of a segment --------------------------------------------------------------------------
+# --- parts of a tile ------------------------------------------------------------------------------
+
+
+def flushes(tile: Any) -> Any:
+    """How often the output of a tile moves to memory before the tile ends."""
+    return (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS - 1
+
+
+@cute.jit
+def walk_parts(
+    tile: cutlass.Constexpr,
+    means: cutlass.Constexpr,
+    phase: Int32,
+    take_part: cutlass.Constexpr,
+    take_means: cutlass.Constexpr,
+    flush: cutlass.Constexpr,
+) -> Int32:
+    """Walk the parts of a tile, alike in the score warpgroup and the value warpgroups.
+
+    Args:
+        tile: the work tile.
+        means: `Means`.
+        phase: phase of their mbarrier.
+        take_part: called with the first pair of KV blocks of a part and the one behind its last.
+        take_means: called with the number of pairs so far, where means are subtracted.
+        flush: called with the number of times before, where the output moves to memory.
+
+    Returns:
+        Whether means were subtracted: not 0.
+    """
+    removing = Int32(has_means(tile))
+    segments = flushes(tile) + 1
+    for segment in cutlass.range(segments, unroll=1):
+        begin = segment * FLUSH_PAIRS
+        last_pair = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
+        while begin < last_pair:
+            end = part_end(begin, last_pair, removing)
+            take_part(begin, end)
+            if end < last_pair:
+                if begin == 0:
+                    removing = wait_means(means, phase)
+                if removing != 0:
+                    take_means(end)
+            begin = end
+        if segment < segments - 1:
+            flush(segment)
+    return removing
 
 
 @cute.jit
@@ -86,6 +133,13 @@ def part_end(begin: Int32, last: Int32, removing: Int32) -> Int32:
         end = cutlass.min(begin + (begin % MEAN_PAIRS + MEAN_PAIRS // 2), last)
     # Else the main loops keep their counters, and with them all descriptors, in vector registers.
     return cute.arch.make_warp_uniform(end)
+
+
+@cute.jit
+def wait_means(means: cutlass.Constexpr, phase: Int32) -> Int32:
+    """Wait for the means of the tile. Whether there are some to subtract: not 0."""
+    cute.arch.mbarrier_wait(means.ready, phase)
+    return cute.arch.make_warp_uniform(means.found[0] | means.found[1])
 
 
 # --- the warps that compute the means -------------------------------------------------------------
@@ -241,13 +295,6 @@ def half_twice(number: float) -> str:
 
 
 # --- the score warpgroup --------------------------------------------------------------------------
-
-
-@cute.jit
-def wait_means(means: cutlass.Constexpr, phase: Int32) -> Int32:
-    """Wait for the means of the tile. Whether there are some to subtract: not 0."""
-    cute.arch.mbarrier_wait(means.ready, phase)
-    return cute.arch.make_warp_uniform(means.found[0] | means.found[1])
 
 
 @cute.jit

@@ -26,11 +26,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum, two_rows
 from mla_var3.kernel.cute_python.mla.hopper.warps import release
 from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
 from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import is_apart, set_apart
-from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
-    part_end,
-    wait_means,
-    weigh_means,
-)
+from mla_var3.kernel.cute_python.mla.latent_fp8.means import walk_parts, weigh_means
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     STAGES,
     empty,
@@ -40,7 +36,6 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
-    FLUSH_PAIRS,
     MOST_RISE,
     Handover,
     ScoreFragments,
@@ -67,7 +62,12 @@ def compute_all_scores(
 ):
     """Weights of all work tiles of the CTA; the score warpgroup calls it.
 
-    Args: see `values.consume`.
+    Args:
+        mmas: `Mmas`.
+        blocks: `SharedBlocks`.
+        scale_log2e: softmax scale times log2 e.
+
+    The others are those of `values.consume`.
     """
     thread, _, _ = cute.arch.thread_idx()
     t = thread % WARPGROUP
@@ -102,23 +102,12 @@ def compute_all_scores(
         cute.arch.mbarrier_wait(full(barriers, stage), base // STAGES % 2)
         compute_scores(mmas, work, stage)
         set_apart(step, first_token, outputs, keys_bytes, tile, apart, stage, t)
-        removing = Int32(has_means(tile))
-        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
-        for segment in cutlass.range(segments, unroll=1):
-            begin = segment * FLUSH_PAIRS
-            last_pair = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
-            while begin < last_pair:
-                end = part_end(begin, last_pair, removing)
-                for block in cutlass.range(2 * begin, 2 * end, unroll=1):
-                    weigh_block(step, tile, block, base, lowest, stored, t)
-                if end < last_pair:
-                    if begin == 0:
-                        removing = wait_means(means, phase)
-                    if removing != 0:
-                        weigh_means(step, means, end, t)
-                begin = end
-            if segment < segments - 1:
-                publish_flush(step, segment, t)
+        walk_parts(
+            tile, means, phase,
+            lambda begin, end: weigh_part(step, tile, begin, end, base, lowest, stored, t),
+            lambda pairs: weigh_means(step, means, pairs, t),
+            lambda flushed: publish_flush(step, flushed, t),
+        )  # fmt: skip
         publish_tile(step, means, t)
         base += 2 * tile.pairs
         if has_means(tile):
@@ -171,6 +160,22 @@ def publish(numbers: list[tuple[cute.Tensor, cute.Tensor]], t: Int32) -> None:
     for own, shared in numbers:
         for r in range(2):
             shared[row0 + 8 * r] = own[r]
+
+
+@cute.jit
+def weigh_part(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    begin: Int32,
+    end: Int32,
+    base: Int32,
+    lowest: Int32,
+    stored: Int32,
+    t: Int32,
+):
+    """Weights of the pairs of KV blocks from `begin` to before `end`; else as `weigh_block`."""
+    for block in cutlass.range(2 * begin, 2 * end, unroll=1):
+        weigh_block(step, tile, block, base, lowest, stored, t)
 
 
 @cute.jit

@@ -158,11 +158,10 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Mmas:
-    """Scores, their rope part and values."""
+    """Scores and their rope part."""
 
     qk: Any
     rope: Any
-    pv: Any
 
 
 @dataclass(frozen=True)

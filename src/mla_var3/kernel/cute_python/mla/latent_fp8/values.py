@@ -29,9 +29,9 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, WARPGROUP
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
-    part_end,
+    flushes,
     subtract_means,
-    wait_means,
+    walk_parts,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     STAGES,
@@ -43,7 +43,6 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
 from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import finish, flush
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
-    FLUSH_PAIRS,
     HALF,
     TILE_BYTES,
     ValueFragments,
@@ -115,34 +114,48 @@ def consume(
         load_queries(queries, exchange, tile, thread, base == 0, early, per_token)
         acc.fill(0.0)
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
-        removing = Int32(has_means(tile))
-        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
-        for segment in cutlass.range(segments, unroll=1):
-            begin = segment * FLUSH_PAIRS
-            last_pair = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
-            while begin < last_pair:
-                end = part_end(begin, last_pair, removing)
-                valid = stored - (tile.first + 2 * begin) * KV_BLOCK
-                load_block(step, base + 2 * begin, valid, True, t, group)
-                for block in cutlass.range(2 * begin, 2 * end, unroll=1):
-                    valid = stored - (tile.first + block) * KV_BLOCK
-                    add_block(step, base + block, valid, block + 1 < 2 * end, t, group)
-                if end < last_pair:
-                    if begin == 0:
-                        removing = wait_means(means, phase)
-                    if removing != 0:
-                        subtract_means(step, means, t, group)
-                begin = end
-            if segment < segments - 1:
-                flush(work.o, exchange, outputs, t, group, scheduler, columns)
+        removing = walk_parts(
+            tile, means, phase,
+            lambda begin, end: add_part(step, tile, begin, end, base, stored, t, group),
+            lambda pairs: subtract_means(step, means, t, group),
+            lambda flushed: flush(work.o, exchange, outputs, t, group, scheduler, columns),
+        )  # fmt: skip
         base += 2 * tile.pairs
         if has_means(tile):
             phase ^= 1
         finish(
-            work.o, exchange, means, first_token, removing, outputs, tile, segments - 1,
+            work.o, exchange, means, first_token, removing, outputs, tile, flushes(tile),
             cache_scale, t, group, scheduler, columns, queries.dtype, mailbox,
         )  # fmt: skip
         tile = scheduler.next_tile(tile)
+
+
+@cute.jit
+def add_part(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    begin: Int32,
+    end: Int32,
+    base: Int32,
+    stored: Int32,
+    t: Int32,
+    group: Int32,
+):
+    """Add the values of the pairs of KV blocks from `begin` to before `end` times their weights.
+
+    Args:
+        step: `ValueStep`.
+        tile: the work tile.
+        begin, end: counted within the tile.
+        base: blocks of the tiles before.
+        stored: the first token that is in no block of the tile.
+        t, group: this thread and its warpgroup.
+    """
+    valid = stored - (tile.first + 2 * begin) * KV_BLOCK
+    load_block(step, base + 2 * begin, valid, True, t, group)
+    for block in cutlass.range(2 * begin, 2 * end, unroll=1):
+        valid = stored - (tile.first + block) * KV_BLOCK
+        add_block(step, base + block, valid, block + 1 < 2 * end, t, group)
 
 
 @cute.jit
