@@ -1,6 +1,6 @@
 """Producer warp of the 8-bit latent kernel: KV blocks into a ring of shared-memory stages.
 
-Query rows are not loaded here: the consumers round them to 8 bits on their way to shared memory.
+Query rows are not loaded here: the value warpgroups round them on their way to shared memory.
 """
 
 from dataclasses import dataclass
