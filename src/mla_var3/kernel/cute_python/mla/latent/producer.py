@@ -58,7 +58,6 @@ class Barrier(IntEnum):
     WARPGROUP_0 = 4
     WARPGROUP_1 = 5
     MERGE = 6  # and the watcher of `merge.py`
-    QUERIES = 7  # and the producer: consumers have the first queries in registers, see `latent_fp8`
 
 
 WARPGROUP_BARRIERS = (Barrier.WARPGROUP_0, Barrier.WARPGROUP_1)

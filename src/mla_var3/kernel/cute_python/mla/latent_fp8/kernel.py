@@ -330,7 +330,11 @@ class LatentFp8Sm90(ClusterHost):
         scales = None
         if const_expr(self.per_token):
             scales = store.scales.get_tensor(cute.make_layout((KV_BLOCK, STAGES)))
-        blocks = SharedBlocks(tiles(store.keys, key_layout), tiles(store.rope, rope_layout), scales)
+        keys_bytes = store.keys.data_ptr()
+        blocks = SharedBlocks(
+            tiles(store.keys, key_layout), keys_bytes, tiles(store.rope, rope_layout),
+            store.rope.data_ptr(), scales,
+        )  # fmt: skip
         line, rescales = cute.make_layout(ROWS), cute.make_layout((ROWS, STAGES))
         pairs = cute.make_layout((ROWS, (2, STAGES // 2)))
         means = Means(
@@ -357,8 +361,7 @@ class LatentFp8Sm90(ClusterHost):
             tiles(store.q, q_layout), store.q.data_ptr(),
             tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
             tiles(store.p, p_layout), p_words,
-            store.row_sum.get_tensor(line), store.row_sum.get_tensor(line),
-            store.row_max.get_tensor(line), store.flush.get_tensor(line),
+            store.row_sum.get_tensor(line), store.row_max.get_tensor(line), store.flush.get_tensor(line),
             store.fall.get_tensor(line), store.rescales.get_tensor(rescales), risen,
             *(store.rescales.get_tensor(pairs)[None, (None, i)] for i in range(2)),
         )  # fmt: skip
@@ -369,9 +372,8 @@ class LatentFp8Sm90(ClusterHost):
             else:
                 cute.arch.setmaxregister_decrease(score_registers)
             compute_all_scores(
-                Mmas(qk_mma, rope_mma), blocks, store.keys.data_ptr(), barriers, exchange, means,
-                first_token, outputs, whole_scale(cache_scale), scale_log2e, scheduler,
-                self.columns,
+                Mmas(qk_mma, rope_mma), blocks, barriers, exchange, means, first_token, outputs,
+                whole_scale(cache_scale), scale_log2e, scheduler, self.columns, self.dtype,
             )  # fmt: skip
         elif warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -380,13 +382,17 @@ class LatentFp8Sm90(ClusterHost):
                     latent, rope, token_scales, index.table, sizes.pages,
                     sizes.page_tokens // KV_BLOCK, self.block_bytes,
                 )  # fmt: skip
-                produce(cache, blocks, barriers, scheduler, first_block, self.early)
+                queries = Queries(q_latent, q_rope, *q_strides, sizes.heads)
+                produce(
+                    cache, blocks, barriers, scheduler, queries, self.columns, first_block,
+                    self.early,
+                )  # fmt: skip
             elif warp_index == WATCHER_WARP:
                 if splits:
                     records = records_of(written.merges, index.schedule, ctas)
                     watch_starts(written.merges, records, merge, ctas, cta)
             else:
-                compute_means(means, store.keys.data_ptr(), scales, barriers)
+                compute_means(means, keys_bytes, scales, barriers)
         else:
             cute.arch.setmaxregister_increase(value_registers)
             mailbox = None
@@ -394,19 +400,12 @@ class LatentFp8Sm90(ClusterHost):
                 # In 16 bits, as partials: 0.7 to 1.4 us less with 64 query rows
                 # (docs/results/2026-11-18-nvidia-h200-fp8-cluster-rows.json).
                 mailbox = mailbox_of(
-                    store.keys.data_ptr(), store.rope.data_ptr(), HALF * self.columns // WARPGROUP,
+                    keys_bytes, store.rope.data_ptr(), HALF * self.columns // WARPGROUP,
                     BFloat16,
                 )  # fmt: skip
-            scale = whole_scale(cache_scale)
-            if const_expr(self.early):
-                # Every thread that reads queries, also in a CTA without work: the grid must not
-                # end before the kernel in front.
-                cute.arch.griddepcontrol_wait()
             consume(
-                pv_mma, store.keys.data_ptr(), barriers,
-                Queries(q_latent, q_rope, *q_strides, sizes.heads, self.dtype),
-                exchange, means, first_token, outputs, scale, scheduler,
-                self.columns, self.per_token, mailbox, self.early,
+                pv_mma, keys_bytes, barriers, exchange, means, first_token, outputs,
+                whole_scale(cache_scale), scheduler, self.columns, self.dtype, mailbox,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

@@ -31,10 +31,11 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import release
 from mla_var3.kernel.cute_python.mla.latent.merge import WATCHER_WARP
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     NO_BLOCK,
-    STAGES,
     empty,
     full,
     has_means,
+    phase_of,
+    stage_of,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
@@ -178,16 +179,16 @@ def compute_means(
                 sums, sizes = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
                 sums.fill(0)
                 sizes.fill(0)
-                at = keys_bytes.toint() + (number % STAGES * 4 + tile) * TILE_BYTES + offset
+                at = keys_bytes.toint() + (stage_of(number) * 4 + tile) * TILE_BYTES + offset
                 for row in cutlass.range(8, unroll=1):
                     # 16 bytes are swizzled by the row.
                     add_columns(sums, sizes, (at + row * 128) ^ (row * 16))
                 lane = hidden(offset, number) % 128 // 4
                 if const_expr(scales is not None):
-                    stage = number % STAGES
+                    stage = stage_of(number)
                     reference += scales[lane, stage] + scales[lane + 32, stage]
                 cute.arch.sync_warp()
-                release(empty(barriers, number % STAGES), lane)
+                release(empty(barriers, stage_of(number)), lane)
                 number += 1
                 if tile == 0:
                     # Consumers may still use those of the tile before.
@@ -211,7 +212,7 @@ def compute_means(
             cute.arch.sync_warp()
             release(means.ready, last % 128)
         else:
-            release(empty(barriers, number % STAGES), hidden(offset, number) % 128)
+            release(empty(barriers, stage_of(number)), hidden(offset, number) % 128)
             number += 1
 
 
@@ -235,7 +236,7 @@ def hidden(value: Int32, number: Int32) -> Int32:
 
 def wait_block(means: Any, barriers: cute.Pointer, number: Int32) -> Int32:
     """Wait for a KV block, by its number in the CTA; `first_block` of then."""
-    cute.arch.mbarrier_wait(full(barriers, number % STAGES), number // STAGES % 2)
+    cute.arch.mbarrier_wait(full(barriers, stage_of(number)), phase_of(number))
     return means.first_block[0]
 
 

@@ -1,6 +1,7 @@
-"""Producer warp of the 8-bit latent kernel: KV blocks into a ring of shared-memory stages.
+"""Producer warp of the 8-bit latent kernel: the ring of shared-memory stages.
 
-Query rows are not loaded here: the value warpgroups round them on their way to shared memory.
+A stage takes a KV block, or 32 query rows in 16 bits. The query rows of a tile come in front of its
+KV blocks; the score warpgroup rounds them (`queries.py`). Stages are numbered within the CTA.
 """
 
 from dataclasses import dataclass
@@ -8,29 +9,40 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint8, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
-    CONSUMERS,
     KV_BLOCK,
     LATENT,
     ROPE,
     WARPGROUP_WARPS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
-from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, kv_policy, place_of
+from mla_var3.kernel.cute_python.mla.latent.ops import divided
+from mla_var3.kernel.cute_python.mla.latent.producer import kv_policy, place_of
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import MEAN_PAIRS, MEAN_WARPS
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
 its full rate (docs/kernels/flash-attention.md)."""
-FIRST_BLOCKS = 2
-"""KV blocks of a CTA that are loaded before its first queries have arrived: those whose scores are
-computed first. With more of them queries would wait for blocks that are needed later."""
+STAGE_ROWS = 32
+"""Query rows of a stage."""
+QUERY_BYTES, QUERY_ROPE_BYTES = 2 * LATENT, 2 * ROPE
+"""Bytes of a query row in 16 bits."""
 NO_BLOCK, NO_BLOCK_YET = -1, -2
 """Numbers of no KV block: behind the last one, and before a tile has means."""
 MBARRIERS = 3 * STAGES + 2
+
+
+def stage_of(number: Any) -> Any:
+    """The stage of a number."""
+    return number & (STAGES - 1)
+
+
+def phase_of(number: Any) -> Any:
+    """The phase of the mbarriers of its stage."""
+    return (number >> (STAGES.bit_length() - 1)) & 1
 
 
 def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
@@ -75,13 +87,15 @@ class SharedBlocks:
     """KV blocks in shared memory, the stage as the last mode.
 
     Attributes:
-        keys: [64, 512, stage] e4m3, also the values.
-        rope: [64, 64, stage] in 16 bits or e4m3.
+        keys: [64, 512, stage] e4m3, also the values, and their pointer `keys_bytes`.
+        rope: [64, 64, stage] in 16 bits or e4m3, and their pointer `rope_bytes`.
         scales: [64, stage] float32 of the tokens; None with one scale for the whole cache.
     """
 
     keys: Any
+    keys_bytes: Any
     rope: Any
+    rope_bytes: Any
     scales: Any
 
 
@@ -112,19 +126,24 @@ def produce(
     shared: cutlass.Constexpr,
     barriers: cute.Pointer,
     scheduler: cutlass.Constexpr,
+    queries: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
     first_block: cute.Tensor,
     early: cutlass.Constexpr,
 ):
-    """Load the KV blocks of all work tiles of the CTA; one warp calls it.
+    """Load the query rows and KV blocks of all work tiles of the CTA; one warp calls it.
 
     Args:
         cache: `Cache`.
         shared: `SharedBlocks`.
         barriers: mbarriers.
         scheduler: the CTA's work tiles.
+        queries: `Queries`.
+        columns: query rows on the N side, the most that a tile has.
         first_block: [1] first block of the last tile that has means, by its number in the CTA. Its
             readers have waited for that block, or for one behind the last, which sets `NO_BLOCK`.
-        early: whether KV blocks are loaded before the queries exist; see the kernel.
+        early: whether the first KV blocks go to the L2 cache before the queries exist; see the
+            kernel.
     """
     parts = [
         transfer(cache.latent, shared.keys, (KV_BLOCK, LATENT)),
@@ -135,22 +154,29 @@ def produce(
     policy = kv_policy(scheduler)
     tile = scheduler.first_tile()
     number = Int32(0)
+    if const_expr(early):
+        if tile.valid:
+            for index in cutlass.range(cutlass.min(2 * tile.pairs, STAGES), unroll=1):
+                place = place_of(cache, tile.request, tile.first + index, tile.last)
+                for i in cutlass.range_constexpr(len(parts)):
+                    cute.prefetch(parts[i].copy, parts[i].tiles[block_at(i, place)])
+        # In a CTA without work too: the grid must not end before the kernel in front.
+        cute.arch.griddepcontrol_wait()
     while tile.valid:
+        load_queries(queries, shared, barriers, tile, number, columns)
+        number += query_stages(columns)
         if has_means(tile):
             first_block[0] = number
         for index in cutlass.range(2 * tile.pairs, unroll=1):
-            if const_expr(not early):
-                if number == FIRST_BLOCKS:
-                    cute.arch.barrier(barrier_id=Barrier.QUERIES, number_of_threads=CONSUMERS + 32)
             place = place_of(cache, tile.request, tile.first + index, tile.last)
-            load_block(cache, parts, barriers, number, place.block, place.page, policy)
+            load_block(cache, parts, barriers, number, place, policy)
             number += 1
         tile = scheduler.next_tile(tile)
     # One more, which is not loaded, for the warps that do not know how many there are.
-    cute.arch.mbarrier_wait(empty(barriers, number % STAGES), number // STAGES % 2 ^ 1)
+    cute.arch.mbarrier_wait(empty(barriers, stage_of(number)), phase_of(number) ^ 1)
     first_block[0] = Int32(NO_BLOCK)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(full(barriers, number % STAGES))
+        cute.arch.mbarrier_arrive(full(barriers, stage_of(number)))
 
 
 def has_means(tile: Any) -> Any:
@@ -167,19 +193,98 @@ def load_block(
     parts: cutlass.Constexpr,
     barriers: cute.Pointer,
     number: Int32,
-    block: Int32,
-    page: Int32,
+    place: cutlass.Constexpr,
     policy: Int64,
 ):
-    """Load a KV block, the CTA's `number`-th, into its stage as soon as that is empty."""
-    stage = number % STAGES
-    cute.arch.mbarrier_wait(empty(barriers, stage), number // STAGES % 2 ^ 1)
+    """Load a KV block into the stage of a number as soon as that is empty."""
+    stage = stage_of(number)
+    cute.arch.mbarrier_wait(empty(barriers, stage), phase_of(number) ^ 1)
     arrival = full(barriers, stage)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(arrival, cache.block_bytes)
     for i in cutlass.range_constexpr(len(parts)):
-        at = (None, block, page) if i == 2 else (None, block, 0, page)
         cute.copy(
-            parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)],
+            parts[i].copy, parts[i].tiles[block_at(i, place)], parts[i].shared[(None, stage)],
             tma_bar_ptr=arrival, cache_policy=policy,
         )  # fmt: skip
+
+
+def block_at(part: int, place: Any) -> tuple:
+    """Where a KV block is among the tiles of the latent part, the rope part or the scales."""
+    return (None, place.block, place.page) if part == 2 else (None, place.block, 0, place.page)
+
+
+# --- query rows -----------------------------------------------------------------------------------
+
+
+def query_stages(columns: int) -> int:
+    """Stages that the query rows of a tile take."""
+    return -(-columns // STAGE_ROWS)
+
+
+def query_place(shared: Any, number: Any, row: Any) -> tuple[cute.Pointer, cute.Pointer]:
+    """The latent and the rope part of a query row in shared memory, in 16 bits.
+
+    Args:
+        shared: `SharedBlocks`.
+        number: of the tile's first stage of queries.
+        row: of the tile.
+    """
+    rope_stage = KV_BLOCK * ROPE * (1 if shared.scales is None else 2)
+    places = []
+    for base, stage_bytes, row_bytes in (
+        (shared.keys_bytes, KV_BLOCK * LATENT, QUERY_BYTES),
+        (shared.rope_bytes, rope_stage, QUERY_ROPE_BYTES),
+    ):
+        offset = stage_of(number + row // STAGE_ROWS) * stage_bytes + row % STAGE_ROWS * row_bytes
+        places.append((cute.recast_ptr(base, dtype=Uint8) + offset).align(QUERY_ROPE_BYTES))
+    return places[0], places[1]
+
+
+@cute.jit
+def load_queries(
+    queries: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    tile: cutlass.Constexpr,
+    number: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Load the query rows of a tile in 16 bits, a lane for each row of a stage.
+
+    Args:
+        queries: `Queries`.
+        shared: `SharedBlocks`.
+        barriers: mbarriers.
+        tile: the work tile.
+        number: of the first stage that they take.
+        columns: query rows on the N side, the most that a tile has.
+    """
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range(query_stages(columns), unroll=1):
+        first = tile.row + i * STAGE_ROWS
+        rows = cutlass.max(cutlass.min(tile.rows - first, min(columns, STAGE_ROWS)), 0)
+        cute.arch.mbarrier_wait(empty(barriers, stage_of(number + i)), phase_of(number + i) ^ 1)
+        arrival = full(barriers, stage_of(number + i))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(arrival, rows * (QUERY_BYTES + QUERY_ROPE_BYTES))
+        cute.arch.sync_warp()
+        if lane < rows:
+            at = tile.base + first + lane
+            token = divided(at, queries.heads)
+            head = Int64(at - token * queries.heads)
+            token = Int64(token)
+            latent = token * queries.latent_token_stride + head * queries.latent_stride
+            rope = token * queries.rope_token_stride + head * queries.rope_stride
+            latent_at, rope_at = query_place(shared, number, i * STAGE_ROWS + lane)
+            copy_bytes(latent_at, queries.latent + latent, QUERY_BYTES, arrival)
+            copy_bytes(rope_at, queries.rope + rope, QUERY_ROPE_BYTES, arrival)
+
+
+def copy_bytes(target: cute.Pointer, source: cute.Pointer, size: int, arrival: cute.Pointer) -> None:
+    """Copy contiguous bytes to shared memory; the mbarrier counts them."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        f" [{{$r0}}], [{{$r1}}], {size}, [{{$r2}}];",
+        read_only_args=[Int32(target.toint()), source.toint(), Int32(arrival.toint())],
+    )

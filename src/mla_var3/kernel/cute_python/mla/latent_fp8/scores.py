@@ -13,7 +13,7 @@ key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -32,8 +32,12 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     empty,
     full,
     has_means,
+    phase_of,
+    query_stages,
+    stage_of,
     weighed,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8.queries import clear_queries, round_queries
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
     MOST_RISE,
@@ -42,14 +46,13 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     ScoreState,
     ScoreStep,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.weights import hide_scores, store_weights, weigh
+from mla_var3.kernel.cute_python.mla.latent_fp8.weights import hide_scores, load_scales, opaque, store_weights, weigh
 
 
 @cute.jit
 def compute_all_scores(
     mmas: cutlass.Constexpr,
     blocks: cutlass.Constexpr,
-    keys_bytes: cute.Pointer,
     barriers: cute.Pointer,
     exchange: cutlass.Constexpr,
     means: cutlass.Constexpr,
@@ -59,6 +62,7 @@ def compute_all_scores(
     scale_log2e: Float32,
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
 ):
     """Weights of all work tiles of the CTA; the score warpgroup calls it.
 
@@ -66,6 +70,7 @@ def compute_all_scores(
         mmas: `Mmas`.
         blocks: `SharedBlocks`.
         scale_log2e: softmax scale times log2 e.
+        dtype: element type of the queries.
 
     The others are those of `values.consume`.
     """
@@ -82,26 +87,41 @@ def compute_all_scores(
         acc, two_rows(acc, KV_BLOCK),
     )  # fmt: skip
     state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
-    step = ScoreStep(mmas, work, state, exchange, blocks.scales, barriers, scheduler, columns)
+    per_token = blocks.scales is not None
+    tokens = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32) if const_expr(per_token) else None
+    # Where no other thread's words are: the compiler would find these addresses in every KV block.
+    words_at = opaque(exchange.p_words.iterator.toint() + row0 * 64 + t % 32 // 8 * 16 + t % 4 * 4)
+    rescales_at = opaque(exchange.scales.iterator.toint() + row0 * 4)
+    step = ScoreStep(
+        mmas, work, state, exchange, blocks.scales, tokens, barriers, scheduler, columns, words_at,
+        rescales_at,
+    )  # fmt: skip
+    if const_expr(columns < ROWS):
+        clear_queries(exchange, t, per_token)
     tile = scheduler.first_tile()
     base = Int32(0)
     phase = Int32(0)
     while tile.valid:
-        cute.arch.barrier(barrier_id=Handover.ROUNDED_QUERIES, number_of_threads=COMPUTING)
+        q_scales = round_queries(blocks, exchange, barriers, tile, base, t, columns, dtype)
+        base += query_stages(columns)
         state.sums.fill(0.0)
         state.other_sums.fill(0.0)
         state.top.fill(SCORE_FLOOR)
         state.removed.fill(0.0)
         state.removed_top.fill(SCORE_FLOOR)
         for i in cutlass.range_constexpr(2):
-            state.factors[i] = scale_log2e * cache_scale * exchange.q_scale[row0 + 8 * i]
+            state.factors[i] = scale_log2e * cache_scale * q_scales[i]
         lowest = first_hidden(tile, scheduler)
         apart = is_apart(tile, lowest, scheduler)
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
-        stage = cute.arch.make_warp_uniform(base % STAGES)
-        cute.arch.mbarrier_wait(full(barriers, stage), base // STAGES % 2)
-        compute_scores(mmas, work, stage)
-        set_apart(step, first_token, outputs, keys_bytes, tile, apart, stage, t)
+        stage = cute.arch.make_warp_uniform(stage_of(base))
+        cute.arch.mbarrier_wait(full(barriers, stage), phase_of(base))
+        issue_scores(mmas, work, stage)
+        if const_expr(per_token):
+            load_scales(step, stage, t % 32)
+        warpgroup.wait_group(0)
+        cute.arch.barrier(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
+        set_apart(step, first_token, outputs, blocks.keys_bytes, tile, apart, stage, t)
         walk_parts(
             tile, means, phase,
             lambda begin, end: weigh_part(step, tile, begin, end, base, lowest, stored, t),
@@ -174,19 +194,22 @@ def weigh_part(
     t: Int32,
 ):
     """Weights of the pairs of KV blocks from `begin` to before `end`; else as `weigh_block`."""
-    for block in cutlass.range(2 * begin, 2 * end, unroll=1):
-        weigh_block(step, tile, block, base, lowest, stored, t)
+    ready = Boolean(False)
+    uniform = cute.arch.make_warp_uniform
+    for number in cutlass.range(uniform(base + 2 * begin), uniform(base + 2 * end), unroll=1):
+        ready = weigh_block(step, tile, number, base, lowest, stored, t, ready)
 
 
 @cute.jit
 def weigh_block(
     step: cutlass.Constexpr,
     tile: cutlass.Constexpr,
-    block: Int32,
+    number: Int32,
     base: Int32,
     lowest: Int32,
     stored: Int32,
     t: Int32,
+    ready: Boolean,
 ):
     """Weights of a KV block, whose scores exist, and the scores of the next one.
 
@@ -207,31 +230,35 @@ def weigh_block(
         t: this thread.
     """
     barriers = step.barriers
-    number = cute.arch.make_warp_uniform(base + block)
-    stage = cute.arch.make_warp_uniform(number % STAGES)
-    token = (tile.first + block) * KV_BLOCK
+    stage = stage_of(number)
+    token = (tile.first + number - base) * KV_BLOCK
     hide_scores(step, stage, token, lowest, stored, tile, t)
     words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
     added = cute.make_rmem_tensor(2, Float32)
     added.fill(0.0)
     for g in cutlass.range_constexpr(KV_BLOCK // 16):
-        weigh(step.work.s, step.state, step.scales, stage, g, words, added, t % 32)
-    following = cute.arch.make_warp_uniform((number + 1) % STAGES)
+        weigh(step.work.s, step.state, step.tokens, g, words, added, t % 32)
+    following = stage_of(number + 1)
     # Both waits end when the block that was in that stage before has been released. Products of a
     # block are waited for before the next one is released, so that the slot of the weights is free.
-    if block + 1 < 2 * tile.pairs:
-        cute.arch.mbarrier_wait(full(barriers, following), (number + 1) // STAGES % 2)
-    elif number >= STAGES:
-        cute.arch.mbarrier_wait(empty(barriers, following), (number + 1) // STAGES % 2 ^ 1)
+    if not ready:
+        cute.arch.mbarrier_wait(full(barriers, following), phase_of(number + 1))
     store_weights(step, words, added, stage, number, t)
-    compute_scores(step.mmas, step.work, following)
+    issue_scores(step.mmas, step.work, following)
+    # While the scores are computed.
+    after = number + 2
+    ready = cute.arch.mbarrier_test_wait(full(barriers, stage_of(after)), phase_of(after))
+    if const_expr(step.scales is not None):
+        load_scales(step, following, t % 32)
+    warpgroup.wait_group(0)
     cute.arch.sync_warp()
     release(weighed(barriers, stage), t % 32)
+    return ready
 
 
 @cute.jit
-def compute_scores(mmas: cutlass.Constexpr, work: cutlass.Constexpr, stage: Int32):
-    """Scores of the KV block of a stage."""
+def issue_scores(mmas: cutlass.Constexpr, work: cutlass.Constexpr, stage: Int32):
+    """Issue the scores of the KV block of a stage; does not wait."""
     latent_steps, rope_steps = (cute.size(q, mode=[2]) for q in (work.q, work.q_rope))
     steps = [(work.q, work.keys, mmas.qk, k) for k in range(latent_steps)]
     steps += [(work.q_rope, work.rope, mmas.rope, k) for k in range(rope_steps)]
@@ -242,4 +269,3 @@ def compute_scores(mmas: cutlass.Constexpr, work: cutlass.Constexpr, stage: Int3
         atom.set(warpgroup.Field.ACCUMULATE, i > 0)
         cute.gemm(atom, work.acc, queries[(None, None, k)], keys[(None, None, k, stage)], work.acc)
     warpgroup.commit_group()
-    warpgroup.wait_group(0)

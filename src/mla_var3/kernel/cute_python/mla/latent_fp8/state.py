@@ -51,7 +51,7 @@ class Handover(IntEnum):
     All their threads take part, and those of one side only arrive.
     """
 
-    ROUNDED_QUERIES = 8  # those of a tile are in shared memory
+    TILE_BEGINS = 8  # what the values needed of the tile before is no longer read
     TILE = 9  # what the values need of the rows when a tile ends
     FLUSH = 10  # factors of an output that moves to memory
     MEANS = 11  # weights of the means
@@ -67,7 +67,6 @@ class Queries:
         latent_stride, rope_stride: between heads of a query token.
         latent_token_stride, rope_token_stride: between query tokens.
         heads: query heads.
-        dtype: element type.
     """
 
     latent: Any
@@ -77,7 +76,6 @@ class Queries:
     latent_token_stride: Any
     rope_token_stride: Any
     heads: Any
-    dtype: Any
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ class Exchange:
         q: [64, 512] e4m3 and its pointer `q_bytes`.
         q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
         p: [columns, 64, stage] e4m3 weights and their words `p_words`.
-        q_scale: [64] scales of the query rows, when a tile begins; later `row_sum`.
         row_sum, row_max: [64] sums of probabilities and maxima, when a tile ends.
         flush: [64] factors of an output that moves to memory.
         fall: [64] factors of the output in memory, when a tile ends.
@@ -104,7 +101,6 @@ class Exchange:
     q_rope_bytes: Any
     p: Any
     p_words: Any
-    q_scale: Any
     row_sum: Any
     row_max: Any
     flush: Any
@@ -210,9 +206,11 @@ class ScoreStep:
     Attributes:
         mmas, work, state, exchange: `Mmas`, `ScoreFragments`, `ScoreState`, `Exchange`.
         scales: of the tokens in all stages, or None.
+        tokens: scales of this thread's tokens of a KV block in registers, or None.
         barriers: mbarriers.
         scheduler: the CTA's work tiles.
         columns: query rows on the N side of the second product.
+        words_at, rescales_at: addresses of this thread's first weights and factors in stage 0.
     """
 
     mmas: Any
@@ -220,9 +218,12 @@ class ScoreStep:
     state: Any
     exchange: Any
     scales: Any
+    tokens: Any
     barriers: Any
     scheduler: Any
     columns: Any
+    words_at: Any
+    rescales_at: Any
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,20 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
     walk_parts,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
-    STAGES,
     empty,
     full,
     has_means,
+    phase_of,
+    query_stages,
+    stage_of,
     weighed,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import finish, flush
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
+    COMPUTING,
     HALF,
     TILE_BYTES,
+    Handover,
     ValueFragments,
     ValueStep,
 )
@@ -62,7 +65,6 @@ def consume(
     mma: cute.TiledMma,
     keys_bytes: cute.Pointer,
     barriers: cute.Pointer,
-    queries: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     means: cutlass.Constexpr,
     first_token: cutlass.Constexpr,
@@ -70,9 +72,8 @@ def consume(
     cache_scale: Float32,
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
-    per_token: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
     mailbox: cutlass.Constexpr,
-    early: cutlass.Constexpr,
 ):
     """Outputs of all work tiles of the CTA: warpgroup 0 has the left half of the columns.
 
@@ -80,7 +81,6 @@ def consume(
         mma: of the values.
         keys_bytes: the KV blocks in shared memory.
         barriers: mbarriers.
-        queries: `Queries`.
         exchange: `Exchange`.
         means: `Means`.
         first_token: `FirstToken`.
@@ -88,9 +88,8 @@ def consume(
         cache_scale: the scale of the whole cache; 1 with scales per token.
         scheduler: the CTA's work tiles.
         columns: query rows on the N side.
-        per_token: whether every token has a scale.
+        dtype: element type of the output.
         mailbox: `Mailbox` of a kernel with clusters, else None.
-        early: as for `produce`.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -111,7 +110,8 @@ def consume(
     base = Int32(0)
     phase = Int32(0)
     while tile.valid:
-        load_queries(queries, exchange, tile, thread, base == 0, early, per_token)
+        cute.arch.barrier_arrive(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
+        base += query_stages(columns)
         acc.fill(0.0)
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         removing = walk_parts(
@@ -125,7 +125,7 @@ def consume(
             phase ^= 1
         finish(
             work.o, exchange, means, first_token, removing, outputs, tile, flushes(tile),
-            cache_scale, t, group, scheduler, columns, queries.dtype, mailbox,
+            cache_scale, t, group, scheduler, columns, dtype, mailbox,
         )  # fmt: skip
         tile = scheduler.next_tile(tile)
 
@@ -171,9 +171,9 @@ def load_block(
         exists: whether it is there.
         t, group: this thread and its warpgroup.
     """
-    stage = cute.arch.make_warp_uniform(number % STAGES)
+    stage = cute.arch.make_warp_uniform(stage_of(number))
     if exists:
-        cute.arch.mbarrier_wait(full(step.barriers, stage), number // STAGES % 2)
+        cute.arch.mbarrier_wait(full(step.barriers, stage), phase_of(number))
         if valid < KV_BLOCK:
             clear_values(step.places, stage, valid, t, group)
     for k in cutlass.range_constexpr(2):
@@ -192,8 +192,8 @@ def add_block(
     """
     work, exchange, barriers = step.work, step.exchange, step.barriers
     lane = t % 32
-    stage = cute.arch.make_warp_uniform(number % STAGES)
-    cute.arch.mbarrier_wait(weighed(barriers, stage), number // STAGES % 2)
+    stage = cute.arch.make_warp_uniform(stage_of(number))
+    cute.arch.mbarrier_wait(weighed(barriers, stage), phase_of(number))
     cute.arch.fence_view_async_shared()
     rescale_output(work.o, exchange, stage, number, lane, step.columns)
     for k in cutlass.range_constexpr(2):

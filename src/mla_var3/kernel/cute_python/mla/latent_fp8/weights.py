@@ -43,6 +43,15 @@ def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: 
 
 
 @cute.jit
+def load_scales(step: cutlass.Constexpr, stage: Int32, lane: Int32):
+    """This thread's token scales of a stage into registers."""
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
+        two = token_scales(step.scales, stage, j, lane)
+        for e in cutlass.range_constexpr(2):
+            step.tokens[e, j] = two[e]
+
+
+@cute.jit
 def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32):
     """Set the scales behind the first `valid` to 1: they may be NaN."""
     if t >= valid and t < KV_BLOCK:
@@ -74,6 +83,7 @@ def hide_scores(
     if const_expr(scales is not None):
         if token + KV_BLOCK > stored:
             clear_scales(scales, stage, stored - token, t)
+            load_scales(step, stage, lane)
     if needs_mask(token, lowest, tile, step.scheduler):
         limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
@@ -122,12 +132,16 @@ def store_weights(
             state.other_sums[r] = state.other_sums[r] * scale[r]
         added.fill(0.0)
         for g in cutlass.range_constexpr(KV_BLOCK // 16):
-            weigh(s, state, scales, stage, g, words, added, hidden_lane)
+            weigh(s, state, None if scales is None else (scales, stage), g, words, added, hidden_lane)
         if lane == 0:
             exchange.risen[stage] = number
     if lane % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            exchange.scales[row0 + 8 * r, stage] = scale[r]
+        at = step.rescales_at + stage * (ROWS * 4)
+        cute.arch.inline_ptx(
+            "st.shared.f32 [{$r0}], {$r1}; st.shared.f32 [{$r0} + 32], {$r2};",
+            read_only_args=[at, scale[0], scale[1]],
+        )
+    words_at = step.words_at + stage * (step.columns * 64)
     for r in cutlass.range_constexpr(2):
         # The sums of even and odd blocks apart, see `means.py`.
         total = state.sums[r] + added[r]
@@ -135,12 +149,17 @@ def store_weights(
         state.other_sums[r] = total
         row = row0 + 8 * r
         for g in cutlass.range_constexpr(KV_BLOCK // 16):
-            place = stage * (step.columns * 16) + row * 16 + (g ^ (lane // 8)) * 4 + lane % 4
             if const_expr(step.columns == ROWS):
-                exchange.p_words[place] = words[g, r]
+                put(words_at ^ (g * 16), r * 512, words[g, r])
             else:
                 if row < step.columns:
-                    exchange.p_words[place] = words[g, r]
+                    put(words_at ^ (g * 16), r * 512, words[g, r])
+
+
+def put(at: Any, offset: int, word: Any) -> None:
+    cute.arch.inline_ptx(
+        f"st.shared.b32 [{{$r0}} + {offset}], {{$r1}};", read_only_args=[at, word]
+    )
 
 
 def opaque(value: Any) -> Any:
@@ -159,8 +178,7 @@ def opaque(value: Any) -> Any:
 def weigh(
     s: cute.Tensor,
     state: cutlass.Constexpr,
-    scales: cutlass.Constexpr,
-    stage: Int32,
+    tokens: cutlass.Constexpr,
     g: cutlass.Constexpr,
     words: cute.Tensor,
     added: cute.Tensor,
@@ -183,17 +201,20 @@ def weigh(
     for half in cutlass.range_constexpr(2):
         j = 2 * g + half
         factors = (Float32(1.0), Float32(1.0))
-        if const_expr(scales is not None):
-            two = token_scales(scales, stage, j, lane)
-            factors = (two[0], two[1])
+        if const_expr(tokens is not None):
+            if const_expr(isinstance(tokens, tuple)):
+                two = token_scales(*tokens, j, lane)
+                factors = (two[0], two[1])
+            else:
+                factors = (tokens[0, j], tokens[1, j])
         for r in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(2):
                 score = s[r, (e, j)]
-                if const_expr(scales is not None):
+                if const_expr(tokens is not None):
                     score = score * factors[e]
                 p = cute.math.exp2(score * state.factors[r] + bases[r], fastmath=True)
                 probabilities[2 * half + e, r] = p
-                if const_expr(scales is not None):
+                if const_expr(tokens is not None):
                     p = p * factors[e]
                 weights[2 * half + e, r] = p
     for r in cutlass.range_constexpr(2):
@@ -210,7 +231,7 @@ def any_saturated(words: cute.Tensor) -> Boolean:
     """Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative."""
     found = Int32(0)
     for i in cutlass.range_constexpr(cute.size(words)):
-        found |= (words[i] & 0x7F7F7F7F) + 0x02020202
+        found |= words[i] + 0x02020202
     return (found & Int32(-0x7F7F7F80)) != 0
 
 
