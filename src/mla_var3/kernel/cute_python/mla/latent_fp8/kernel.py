@@ -6,11 +6,11 @@
     -> o_latent [b, s, h, 512] in the dtype of the queries, lse [b, s, h] float32 (natural log)
 
 The contract is that of the 16-bit latent kernel (`latent/kernel.py`), whose scheduler, masks and
-merge it uses. Queries are rounded to e4m3 with a scale per row on their way to shared memory,
-probabilities times the scale of their token are e4m3 too, and all products but a 16-bit rope part
-are of 8 bits. A CTA has four warpgroups: one for scores and weights (`scores.py`), two for half of
-the output columns each (`values.py`), and one whose warps load KV blocks (`producer.py`), compute
-means (`means.py`) and watch the partials of others.
+merge it uses. Queries are rounded to e4m3 with a scale per row in shared memory, probabilities
+times the scale of their token are e4m3 too, and all products but a 16-bit rope part are of 8 bits.
+A CTA has four warpgroups: one for queries, scores and weights (`queries.py`, `scores.py`), two for
+half of the output columns each (`values.py`), and one whose warps load query rows and KV blocks
+(`producer.py`), compute means (`means.py`) and watch the partials of others.
 """
 
 from typing import Any
@@ -127,8 +127,8 @@ class LatentFp8Sm90(ClusterHost):
         per_token: whether every token has a scale and a rope part in bfloat16; otherwise the cache
             has one scale and its rope part is e4m3.
         empty_positive: see `latent.ops.final_lse`.
-        early: see `FlashMLASm90`. The kernel in front writes queries only, so KV blocks are loaded
-            before the wait.
+        early: see `FlashMLASm90`. The kernel in front writes queries only, so the first KV blocks
+            go to the L2 cache before the wait.
         clusters: see `ClusterHost`.
     """
 
@@ -361,8 +361,8 @@ class LatentFp8Sm90(ClusterHost):
             tiles(store.q, q_layout), store.q.data_ptr(),
             tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
             tiles(store.p, p_layout), p_words,
-            store.row_sum.get_tensor(line), store.row_max.get_tensor(line), store.flush.get_tensor(line),
-            store.fall.get_tensor(line), store.rescales.get_tensor(rescales), risen,
+            store.row_sum.get_tensor(line), store.row_max.get_tensor(line),
+            store.flush.get_tensor(line), store.fall.get_tensor(line), store.rescales.get_tensor(rescales), risen,
             *(store.rescales.get_tensor(pairs)[None, (None, i)] for i in range(2)),
         )  # fmt: skip
         value_registers, score_registers = registers(self.columns)

@@ -12,8 +12,8 @@ the output at the end of a tile, in float32. Subtracting half an interval ahead 
 weights between plus and minus half an interval.
 
 The means are those of a tile's first two KV blocks, each for half of the columns of a warpgroup.
-Two warps of the producer's warpgroup, which idle otherwise, compute them while the value warpgroups
-bring the queries. Where no column has a mean, and in short tiles, nothing is subtracted.
+Two warps of the producer's warpgroup, which idle otherwise, compute them while the score warpgroup
+computes the first weights. Where no column has a mean, and in short tiles, nothing is subtracted.
 """
 
 import struct

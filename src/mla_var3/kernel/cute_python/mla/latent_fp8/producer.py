@@ -252,6 +252,8 @@ def load_queries(
 ):
     """Load the query rows of a tile in 16 bits, a lane for each row of a stage.
 
+    Where the tile has fewer rows, its last one comes again: there is nothing then that may be NaN.
+
     Args:
         queries: `Queries`.
         shared: `SharedBlocks`.
@@ -262,26 +264,30 @@ def load_queries(
     """
     lane = cute.arch.lane_idx()
     for i in cutlass.range(query_stages(columns), unroll=1):
-        first = tile.row + i * STAGE_ROWS
-        rows = cutlass.max(cutlass.min(tile.rows - first, min(columns, STAGE_ROWS)), 0)
+        rows = min(columns, STAGE_ROWS)
         cute.arch.mbarrier_wait(empty(barriers, stage_of(number + i)), phase_of(number + i) ^ 1)
         arrival = full(barriers, stage_of(number + i))
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(arrival, rows * (QUERY_BYTES + QUERY_ROPE_BYTES))
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                arrival, rows * (QUERY_BYTES + QUERY_ROPE_BYTES)
+            )
         cute.arch.sync_warp()
         if lane < rows:
-            at = tile.base + first + lane
+            row = i * STAGE_ROWS + lane
+            at = tile.base + cutlass.min(tile.row + row, tile.rows - 1)
             token = divided(at, queries.heads)
             head = Int64(at - token * queries.heads)
             token = Int64(token)
             latent = token * queries.latent_token_stride + head * queries.latent_stride
             rope = token * queries.rope_token_stride + head * queries.rope_stride
-            latent_at, rope_at = query_place(shared, number, i * STAGE_ROWS + lane)
+            latent_at, rope_at = query_place(shared, number, row)
             copy_bytes(latent_at, queries.latent + latent, QUERY_BYTES, arrival)
             copy_bytes(rope_at, queries.rope + rope, QUERY_ROPE_BYTES, arrival)
 
 
-def copy_bytes(target: cute.Pointer, source: cute.Pointer, size: int, arrival: cute.Pointer) -> None:
+def copy_bytes(
+    target: cute.Pointer, source: cute.Pointer, size: int, arrival: cute.Pointer
+) -> None:
     """Copy contiguous bytes to shared memory; the mbarrier counts them."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"

@@ -1,6 +1,7 @@
 """The score warpgroup of the 8-bit latent kernel: scores to weights, for both value warpgroups.
 
-It computes the scores of all KV blocks, with 64 query rows on the M side,
+It rounds the query rows of a tile (`queries.py`) and computes the scores of all KV blocks, with 64
+query rows on the M side,
 
     S [64 rows, 64 tokens] = Q8 [64, 512] K8^T (+ rope)
 
@@ -28,8 +29,6 @@ from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
 from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import is_apart, set_apart
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import walk_parts, weigh_means
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
-    STAGES,
-    empty,
     full,
     has_means,
     phase_of,
@@ -46,7 +45,14 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     ScoreState,
     ScoreStep,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.weights import hide_scores, load_scales, opaque, store_weights, weigh
+from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
+    held_scales,
+    hide_scores,
+    load_scales,
+    opaque,
+    store_weights,
+    weigh,
+)
 
 
 @cute.jit
@@ -89,7 +95,7 @@ def compute_all_scores(
     state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
     per_token = blocks.scales is not None
     tokens = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32) if const_expr(per_token) else None
-    # Where no other thread's words are: the compiler would find these addresses in every KV block.
+    # Opaque, so that the compiler keeps them: it would compute them again in every KV block.
     words_at = opaque(exchange.p_words.iterator.toint() + row0 * 64 + t % 32 // 8 * 16 + t % 4 * 4)
     rescales_at = opaque(exchange.scales.iterator.toint() + row0 * 4)
     step = ScoreStep(
@@ -217,17 +223,21 @@ def weigh_block(
     cores while the next weights are computed. Earlier, they would compete with the scores for them
     and leave them idle afterwards.
 
-    Behind a tile's last block there is no next one. Scores are computed all the same, from whatever
-    is there, and not used: products under a branch would be serialised.
+    Behind a tile's last block are the queries of the next one, or nothing. Scores are computed all
+    the same and not used: products under a branch would be serialised.
 
     Args:
         step: `ScoreStep`.
         tile: the work tile.
-        block: the block, counted within the tile.
-        base: blocks of the tiles before.
+        number: of the block's stage.
+        base: of the stage of the tile's first block.
         lowest: the first token that some row may not see.
         stored: the first token that is in no block of the tile.
         t: this thread.
+        ready: whether the next stage is known to be full.
+
+    Returns:
+        Whether the one behind it is.
     """
     barriers = step.barriers
     stage = stage_of(number)
@@ -237,15 +247,15 @@ def weigh_block(
     added = cute.make_rmem_tensor(2, Float32)
     added.fill(0.0)
     for g in cutlass.range_constexpr(KV_BLOCK // 16):
-        weigh(step.work.s, step.state, step.tokens, g, words, added, t % 32)
+        weigh(step.work.s, step.state, held_scales(step.tokens), g, words, added)
     following = stage_of(number + 1)
-    # Both waits end when the block that was in that stage before has been released. Products of a
-    # block are waited for before the next one is released, so that the slot of the weights is free.
+    # The next stage has been released, and with it all products of the block in front of that one:
+    # the slot of the weights is free.
     if not ready:
         cute.arch.mbarrier_wait(full(barriers, following), phase_of(number + 1))
     store_weights(step, words, added, stage, number, t)
     issue_scores(step.mmas, step.work, following)
-    # While the scores are computed.
+    # While the scores are computed: what follows them waits for every instruction.
     after = number + 2
     ready = cute.arch.mbarrier_test_wait(full(barriers, stage_of(after)), phase_of(after))
     if const_expr(step.scales is not None):

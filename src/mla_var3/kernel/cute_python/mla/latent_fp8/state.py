@@ -90,7 +90,7 @@ class Exchange:
         flush: [64] factors of an output that moves to memory.
         fall: [64] factors of the output in memory, when a tile ends.
         scales: [64, stage] factors by which the maximum of a KV block rescales.
-        risen: [stage] number of the last KV block in which a maximum rose.
+        risen: [stage] number of the last stage in whose KV block a maximum rose.
         factors, shares: [64, value warpgroup] factors of the output and of the first token, when a
             tile ends: where `scales` are otherwise.
     """

@@ -147,7 +147,7 @@ def add_part(
         step: `ValueStep`.
         tile: the work tile.
         begin, end: counted within the tile.
-        base: blocks of the tiles before.
+        base: number of the stage of the tile's first block.
         stored: the first token that is in no block of the tile.
         t, group: this thread and its warpgroup.
     """
@@ -166,7 +166,7 @@ def load_block(
 
     Args:
         step: `ValueStep`.
-        number: number of the block in the CTA.
+        number: of the block's stage.
         valid: tokens of the block that exist.
         exists: whether it is there.
         t, group: this thread and its warpgroup.

@@ -5,6 +5,7 @@ the weights, with the scale rounded down to a power of two: weights then fit e4m
 scales differ.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -44,11 +45,21 @@ def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: 
 
 @cute.jit
 def load_scales(step: cutlass.Constexpr, stage: Int32, lane: Int32):
-    """This thread's token scales of a stage into registers."""
+    """Scales of this thread's tokens into registers, while the scores of their KV block come."""
     for j in cutlass.range_constexpr(KV_BLOCK // 8):
         two = token_scales(step.scales, stage, j, lane)
         for e in cutlass.range_constexpr(2):
             step.tokens[e, j] = two[e]
+
+
+def held_scales(tokens: cute.Tensor | None) -> Callable[[int], tuple[Any, Any]] | None:
+    """Finds the scales of this thread's two tokens of a group of 8, in registers."""
+    return None if tokens is None else lambda j: (tokens[0, j], tokens[1, j])
+
+
+def stored_scales(scales: cute.Tensor | None, stage: Int32, lane: Int32) -> Callable | None:
+    """The same in shared memory, for the rare second computation, which has no registers left."""
+    return None if scales is None else lambda j: token_scales(scales, stage, j, lane)
 
 
 @cute.jit
@@ -111,7 +122,7 @@ def store_weights(
         step: `ScoreStep`.
         words, added: see `weigh`.
         stage: the block's stage, and slot of its weights.
-        number: number of the block in the CTA.
+        number: of that stage.
         t: this thread.
     """
     state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
@@ -132,7 +143,7 @@ def store_weights(
             state.other_sums[r] = state.other_sums[r] * scale[r]
         added.fill(0.0)
         for g in cutlass.range_constexpr(KV_BLOCK // 16):
-            weigh(s, state, None if scales is None else (scales, stage), g, words, added, hidden_lane)
+            weigh(s, state, stored_scales(scales, stage, hidden_lane), g, words, added)
         if lane == 0:
             exchange.risen[stage] = number
     if lane % 4 == 0:
@@ -157,9 +168,8 @@ def store_weights(
 
 
 def put(at: Any, offset: int, word: Any) -> None:
-    cute.arch.inline_ptx(
-        f"st.shared.b32 [{{$r0}} + {offset}], {{$r1}};", read_only_args=[at, word]
-    )
+    """Write a word to shared memory."""
+    cute.arch.inline_ptx(f"st.shared.b32 [{{$r0}} + {offset}], {{$r1}};", read_only_args=[at, word])
 
 
 def opaque(value: Any) -> Any:
@@ -178,43 +188,34 @@ def opaque(value: Any) -> Any:
 def weigh(
     s: cute.Tensor,
     state: cutlass.Constexpr,
-    tokens: cutlass.Constexpr,
+    scales_of: cutlass.Constexpr,
     g: cutlass.Constexpr,
     words: cute.Tensor,
     added: cute.Tensor,
-    lane: Int32,
 ):
     """Weights of this thread's scores of 16 tokens, in the order of `values.py`.
 
     Args:
-        s: scores of two rows, see `scaled_scores`.
+        s: scores of two rows.
         state: `ScoreState`.
-        scales: of the tokens, or None.
-        stage: the block's stage.
+        scales_of: `held_scales` or `stored_scales`.
         g: which of the block's tokens.
         words: a word of weights per 16 tokens and row, written.
         added: sums of the probabilities, to which these are added.
-        lane: this thread's lane.
     """
     bases = (WEIGHT_BITS - state.top[0], WEIGHT_BITS - state.top[1])
     weights, probabilities = (cute.make_rmem_tensor((4, 2), Float32) for _ in range(2))
     for half in cutlass.range_constexpr(2):
         j = 2 * g + half
-        factors = (Float32(1.0), Float32(1.0))
-        if const_expr(tokens is not None):
-            if const_expr(isinstance(tokens, tuple)):
-                two = token_scales(*tokens, j, lane)
-                factors = (two[0], two[1])
-            else:
-                factors = (tokens[0, j], tokens[1, j])
+        factors = (1.0, 1.0) if const_expr(scales_of is None) else scales_of(j)
         for r in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(2):
                 score = s[r, (e, j)]
-                if const_expr(tokens is not None):
+                if const_expr(scales_of is not None):
                     score = score * factors[e]
                 p = cute.math.exp2(score * state.factors[r] + bases[r], fastmath=True)
                 probabilities[2 * half + e, r] = p
-                if const_expr(tokens is not None):
+                if const_expr(scales_of is not None):
                     p = p * factors[e]
                 weights[2 * half + e, r] = p
     for r in cutlass.range_constexpr(2):
@@ -228,7 +229,10 @@ def weigh(
 
 @cute.jit
 def any_saturated(words: cute.Tensor) -> Boolean:
-    """Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative."""
+    """Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative.
+
+    It says so of others too if a byte is above 0x7f, whose sum would carry into the next one.
+    """
     found = Int32(0)
     for i in cutlass.range_constexpr(cute.size(words)):
         found |= words[i] + 0x02020202
