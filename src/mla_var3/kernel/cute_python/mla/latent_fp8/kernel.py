@@ -362,7 +362,8 @@ class LatentFp8Sm90(ClusterHost):
             tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
             tiles(store.p, p_layout), p_words,
             store.row_sum.get_tensor(line), store.row_max.get_tensor(line),
-            store.flush.get_tensor(line), store.fall.get_tensor(line), store.rescales.get_tensor(rescales), risen,
+            store.flush.get_tensor(line), store.fall.get_tensor(line),
+            store.rescales.get_tensor(rescales), risen,
             *(store.rescales.get_tensor(pairs)[None, (None, i)] for i in range(2)),
         )  # fmt: skip
         value_registers, score_registers = registers(self.columns)
@@ -403,6 +404,9 @@ class LatentFp8Sm90(ClusterHost):
                     keys_bytes, store.rope.data_ptr(), HALF * self.columns // WARPGROUP,
                     BFloat16,
                 )  # fmt: skip
+            if const_expr(self.early):
+                # In a CTA without work too: the grid must not end before the kernel in front.
+                cute.arch.griddepcontrol_wait()
             consume(
                 pv_mma, keys_bytes, barriers, exchange, means, first_token, outputs,
                 whole_scale(cache_scale), scheduler, self.columns, self.dtype, mailbox,

@@ -160,7 +160,6 @@ def produce(
                 place = place_of(cache, tile.request, tile.first + index, tile.last)
                 for i in cutlass.range_constexpr(len(parts)):
                     cute.prefetch(parts[i].copy, parts[i].tiles[block_at(i, place)])
-        # In a CTA without work too: the grid must not end before the kernel in front.
         cute.arch.griddepcontrol_wait()
     while tile.valid:
         load_queries(queries, shared, barriers, tile, number, columns)
@@ -252,8 +251,6 @@ def load_queries(
 ):
     """Load the query rows of a tile in 16 bits, a lane for each row of a stage.
 
-    Where the tile has fewer rows, its last one comes again: there is nothing then that may be NaN.
-
     Args:
         queries: `Queries`.
         shared: `SharedBlocks`.
@@ -264,7 +261,8 @@ def load_queries(
     """
     lane = cute.arch.lane_idx()
     for i in cutlass.range(query_stages(columns), unroll=1):
-        rows = min(columns, STAGE_ROWS)
+        first = tile.row + i * STAGE_ROWS
+        rows = cutlass.max(cutlass.min(tile.rows - first, min(columns, STAGE_ROWS)), 0)
         cute.arch.mbarrier_wait(empty(barriers, stage_of(number + i)), phase_of(number + i) ^ 1)
         arrival = full(barriers, stage_of(number + i))
         with cute.arch.elect_one():
@@ -273,14 +271,13 @@ def load_queries(
             )
         cute.arch.sync_warp()
         if lane < rows:
-            row = i * STAGE_ROWS + lane
-            at = tile.base + cutlass.min(tile.row + row, tile.rows - 1)
+            at = tile.base + first + lane
             token = divided(at, queries.heads)
             head = Int64(at - token * queries.heads)
             token = Int64(token)
             latent = token * queries.latent_token_stride + head * queries.latent_stride
             rope = token * queries.rope_token_stride + head * queries.rope_stride
-            latent_at, rope_at = query_place(shared, number, row)
+            latent_at, rope_at = query_place(shared, number, i * STAGE_ROWS + lane)
             copy_bytes(latent_at, queries.latent + latent, QUERY_BYTES, arrival)
             copy_bytes(rope_at, queries.rope + rope, QUERY_ROPE_BYTES, arrival)
 

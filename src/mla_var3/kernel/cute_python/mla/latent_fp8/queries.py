@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     LATENT,
@@ -19,8 +19,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
-    QUERY_BYTES,
-    QUERY_ROPE_BYTES,
     empty,
     full,
     phase_of,
@@ -38,8 +36,6 @@ PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
-STEP_ROWS = WARPGROUP_WARPS * ROWS_AT_ONCE
-"""Those of the warpgroup."""
 
 
 @cute.jit
@@ -67,7 +63,7 @@ def round_queries(
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Round the query rows of a tile to e4m3, with a scale each.
+    """Round the query rows of a tile to e4m3, with a scale each; absent rows are zeros.
 
     The score warpgroup calls it when its last scores of the tile before are done. Its warps take
     turns at the rows. The scales reach their threads by the first bytes of the rows in the ring.
@@ -87,31 +83,27 @@ def round_queries(
     for i in cutlass.range_constexpr(query_stages(columns)):
         cute.arch.mbarrier_wait(full(barriers, stage_of(number + i)), phase_of(number + i))
     sync_warpgroup(Handover.SCORES)  # no warp reads the last tile's queries any more
-    targets = row_targets(exchange, warp, lane, per_token)
-    for step in cutlass.range(columns // STEP_ROWS, unroll=1):
-        latent_at, rope_at = query_place(shared, number, step * STEP_ROWS + warp)
-        rows = []
-        for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-            row = i * WARPGROUP_WARPS
-            latent = cute.make_rmem_tensor((LANE_COLUMNS // 2, PARTS), Int32)
-            for part in cutlass.range_constexpr(PARTS):
-                place = latent_at + row * QUERY_BYTES + part * 512
-                cute.autovec_copy(words_at(place + lane * 16, 4), latent[None, part])
-            rope = words_at(rope_at + row * QUERY_ROPE_BYTES + lane * 4, 1)[0]
-            words = [latent[i] for i in range(cute.size(latent))]
-            peak = largest(words if const_expr(per_token) else [*words, rope], dtype)
+    for step in cutlass.range(columns // (WARPGROUP_WARPS * ROWS_AT_ONCE), unroll=1):
+        first = step * (WARPGROUP_WARPS * ROWS_AT_ONCE) + warp
+        rows = [first + i * WARPGROUP_WARPS for i in range(ROWS_AT_ONCE)]
+        words = [row_words(shared, number, row, tile.row + row < tile.rows, lane) for row in rows]
+        peaks = []
+        for latent, rope in words:
+            peak = largest(latent, dtype)
+            if const_expr(not per_token):
+                peak = cute.arch.fmax(peak, largest(rope, dtype))
             # They are not negative, so their bits are in their order.
             peak = cute.arch.warp_redux_sync(peak.bitcast(Int32), "max").bitcast(Float32)
-            rows.append((words, rope, peak))
+            peaks.append(peak)
         own = Float32(1.0)
         for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-            words, rope, peak = rows[i]
-            scale = cute.arch.fmax(peak * (1.0 / E4M3_MAX), Float32(2.0**-120))
-            scale = cutlass.select_(peak > 0.0, scale, Float32(1.0))
+            scale = cute.arch.fmax(peaks[i] * (1.0 / E4M3_MAX), Float32(2.0**-120))
+            scale = cutlass.select_(peaks[i] > 0.0, scale, Float32(1.0))
             own = cutlass.select_(lane == i, scale, own)
-            store_row(targets, words, rope, cute.arch.rcp_approx(scale), step, i, dtype, per_token)
+            store_row(exchange, *words[i], cute.arch.rcp_approx(scale), rows[i], lane, dtype)
         if lane < ROWS_AT_ONCE:
-            words_at(latent_at + lane * (WARPGROUP_WARPS * QUERY_BYTES), 1)[0] = own.bitcast(Int32)
+            latent_at, _ = query_place(shared, number, first + lane * WARPGROUP_WARPS)
+            cute.make_tensor(cute.recast_ptr(latent_at, dtype=Float32), 1)[0] = own
     cute.arch.fence_view_async_shared()
     sync_warpgroup(Handover.SCORES)
     scales = cute.make_rmem_tensor(2, Float32)
@@ -120,7 +112,7 @@ def round_queries(
         row = warp * 16 + lane // 4 + 8 * r
         if row < columns:
             latent_at, _ = query_place(shared, number, row)
-            scales[r] = words_at(latent_at, 1)[0].bitcast(Float32)
+            scales[r] = cute.make_tensor(cute.recast_ptr(latent_at, dtype=Float32), 1)[0]
     # No scale is negative. An arrival that depends on them comes when they have been read.
     reader = lane | Int32(scales[0] < 0.0) | Int32(scales[1] < 0.0)
     cute.arch.sync_warp()
@@ -132,115 +124,85 @@ def round_queries(
     return scales[0], scales[1]
 
 
-def words_at(place: cute.Pointer, count: int) -> cute.Tensor:
-    """Words in shared memory at a place that is aligned to all of them."""
-    words = cute.recast_ptr(place.align(4 * count), dtype=Int32)
-    return cute.make_tensor(words, cute.make_layout(count))
+def row_words(
+    shared: Any, number: Int32, row: Int32, present: Any, lane: Int32
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """This lane's words of the latent and of the rope part of a query row; zeros if it is absent.
 
-
-def row_targets(
-    exchange: Any, warp: Int32, lane: Int32, per_token: bool
-) -> tuple[list[Any], list[Any]]:
-    """Addresses of this lane's latent and rope part in the warp's first two rows.
-
-    The rows of a warp are four apart. Those of even and odd turns are swizzled alike.
+    What lies there is read in any case: under a branch the compiler converts all of it at once.
     """
-    chunk = lane // 2
-    latent = exchange.q_bytes.toint() + (warp * 128 + chunk // 8 * TILE_BYTES + lane % 2 * 8)
-    latents = [latent + (chunk % 8 ^ (warp + 4 * i)) * 16 for i in range(2)]
-    rope = exchange.q_rope_bytes.toint()
-    if per_token:
-        ropes = [
-            rope + (warp * 128 + (lane // 4 ^ (warp + 4 * i)) * 16 + lane % 4 * 4) for i in (0, 1)
-        ]
-    else:
-        ropes = [
-            rope + (warp * 64 + (lane // 8 ^ (warp // 2 + 2 * i)) * 16 + lane % 8 * 2)
-            for i in (0, 1)
-        ]
-    return latents, ropes
+    latent = cute.make_rmem_tensor((LANE_COLUMNS // 2, PARTS), Int32)
+    rope = cute.make_rmem_tensor(1, Int32)
+    latent_at, rope_at = query_place(shared, number, row)
+    for part in range(PARTS):
+        load_bytes(latent[None, part], latent_at, (part * 32 + lane) * 16)
+    load_bytes(rope, rope_at, lane * 4)
+    for words in (latent, rope):
+        for i in range(cute.size(words)):
+            words[i] = cutlass.select_(present, words[i], Int32(0))
+    return latent, rope
 
 
 def store_row(
-    targets: tuple[list[Any], list[Any]],
-    words: list[Int32],
-    rope: Int32,
+    exchange: Any,
+    latent: cute.Tensor,
+    rope: cute.Tensor,
     inverse: Float32,
-    step: Int32,
-    turn: int,
+    row: Int32,
+    lane: Int32,
     dtype: Any,
-    per_token: bool,
 ) -> None:
     """Store this lane's part of a query row over its scale.
 
     The rope part is divided by the scale too; where it is e4m3 the scale covers it.
     """
-    latents, ropes = targets
-    row = turn * WARPGROUP_WARPS
     for part in range(PARTS):
-        four = words[part * LANE_COLUMNS // 2 : (part + 1) * LANE_COLUMNS // 2]
-        wide = [number * inverse for word in four for number in halves(word, dtype)]
+        wide = cute.recast_tensor(latent[None, part], dtype).load().to(Float32)
         narrow = cute.make_rmem_tensor(LANE_COLUMNS, Float8E4M3FN)
-        narrow.store(vector_of(wide).load().to(Float8E4M3FN))
-        eight = cute.recast_tensor(narrow, Int32)
-        offset = row * 128 + part * (2 * TILE_BYTES)
-        cute.arch.inline_ptx(
-            f"st.shared.v2.b32 [{{$r0}} + {offset}], {{ {{$r1}}, {{$r2}} }};",
-            read_only_args=[latents[turn % 2] + step * (STEP_ROWS * 128), eight[0], eight[1]],
-        )
-    kind, row_bytes = (BFloat16, 128) if per_token else (Float8E4M3FN, 64)
+        narrow.store((wide * inverse).to(Float8E4M3FN))
+        chunk = part * 16 + lane // 2
+        offset = chunk // 8 * TILE_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16 + lane % 2 * 8
+        store_bytes(narrow, exchange.q_bytes, offset)
+    kind = exchange.q_rope.element_type
     scaled = cute.make_rmem_tensor(2, kind)
-    scaled.store(vector_of([number * inverse for number in halves(rope, dtype)]).load().to(kind))
-    width = 2 * kind.width
-    number = cute.recast_tensor(scaled, Int32 if per_token else Int16)[0]
-    cute.arch.inline_ptx(
-        f"st.shared.b{width} [{{$r0}} + {row * row_bytes}], {{$r1}};",
-        read_only_args=[ropes[turn % 2] + step * (STEP_ROWS * row_bytes), number],
-    )
-
-
-def vector_of(numbers: list[Float32]) -> cute.Tensor:
-    """Numbers in registers, as a tensor."""
-    found = cute.make_rmem_tensor(len(numbers), Float32)
-    for i, number in enumerate(numbers):
-        found[i] = number
-    return found
-
-
-def halves(word: Int32, dtype: Any) -> tuple[Float32, Float32]:
-    """Both 16-bit numbers of a word."""
-    if dtype is BFloat16:
-        return (word << 16).bitcast(Float32), (word & -0x10000).bitcast(Float32)
     pair = cute.make_rmem_tensor(2, dtype)
-    cute.recast_tensor(pair, Int32)[0] = word
-    wide = pair.load().to(Float32)
-    return wide[0], wide[1]
+    cute.recast_tensor(pair, Int32)[0] = rope[0]
+    scaled.store((pair.load().to(Float32) * inverse).to(kind))
+    if kind.width == 16:
+        offset = row * 128 + (lane // 4 ^ row % 8) * 16 + lane % 4 * 4
+    else:
+        offset = row * 64 + (lane // 8 ^ row % 8 // 2) * 16 + lane % 8 * 2
+    store_bytes(scaled, exchange.q_rope_bytes, offset)
 
 
-def largest(words: list[Int32], dtype: Any) -> Float32:
-    """The largest magnitude of 16-bit numbers; any, if one is NaN, as its row is."""
+def largest(words: cute.Tensor, dtype: Any) -> Float32:
+    """The largest magnitude of 16-bit numbers in registers; any, if one is NaN, as its row is."""
     kind = "bf16x2" if dtype is BFloat16 else "f16x2"
-    found = list(words)
+    found = [words[i] for i in range(cute.size(words))]
     while len(found) > 1:
         # Of both halves the larger magnitude, with some sign.
-        pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
         found = [
             cute.arch.inline_ptx(
                 f"max.NaN.xorsign.abs.{kind} {{$w0}}, {{$r0}}, {{$r1}};",
                 write_only_types=[Int32],
-                read_only_args=pair,
+                read_only_args=found[i : i + 2],
             )
-            if len(pair) == 2
-            else pair[0]
-            for pair in pairs
+            for i in range(0, len(found), 2)
         ]
-    low, high = halves(found[0] & 0x7FFF7FFF, dtype)
-    return cute.arch.fmax(low, high)
+    pair = cute.make_rmem_tensor(2, dtype)
+    cute.recast_tensor(pair, Int32)[0] = found[0] & 0x7FFF7FFF
+    wide = pair.load().to(Float32)
+    return cute.arch.fmax(wide[0], wide[1])
 
 
 def store_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> None:
     """Store registers at a byte offset in shared memory, in one go."""
     cute.autovec_copy(values, shared_bytes(values, base, offset))
+
+
+def load_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> None:
+    """Load registers from a byte offset in shared memory, in one go."""
+    cute.autovec_copy(shared_bytes(values, base, offset), values)
 
 
 def shared_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> cute.Tensor:
