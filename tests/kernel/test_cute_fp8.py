@@ -19,8 +19,21 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP,
     WARPGROUP_WARPS,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8 import means, producer, results, scores, values
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, has_means
+from mla_var3.kernel.cute_python.mla.latent_fp8 import (
+    means,
+    producer,
+    queries,
+    results,
+    scores,
+    values,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
+    STAGE_ROWS,
+    STAGES,
+    has_means,
+    phase_of,
+    stage_of,
+)
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import SLOT_WORDS, four_of, own_words
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     FLUSH_PAIRS,
@@ -199,8 +212,11 @@ ARRIVALS = {
 """Arrivals that complete an mbarrier, as `init_barriers` sets it up."""
 
 
-def events_of(monkeypatch, pairs: tuple[int, ...]) -> dict[str, list[tuple]]:
-    """What the warps of a CTA do on tiles of so many pairs of KV blocks, in their order."""
+def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list[tuple]]:
+    """What the warps of a CTA do on tiles of so many pairs of KV blocks, in their order.
+
+    The queries of each tile take so many stages.
+    """
     events: list[tuple] = []
 
     def note(*event):
@@ -209,77 +225,89 @@ def events_of(monkeypatch, pairs: tuple[int, ...]) -> dict[str, list[tuple]]:
     arch = SimpleNamespace(
         make_warp_uniform=lambda number: number,
         mbarrier_wait=lambda barrier, phase: events.append(("wait", barrier, phase)),
+        mbarrier_test_wait=lambda barrier, phase: False,  # the scores then wait at the latest
         sync_warp=lambda: None,
         fence_view_async_shared=lambda: None,
     )
     tensor = SimpleNamespace(fill=lambda value: None)
     plain = SimpleNamespace(range_constexpr=range)
-    for module in (scores, values):
+    for module in (scores, values, queries):
         device = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *args: tensor)
         monkeypatch.setattr(module, "cute", device)
         monkeypatch.setattr(module, "cutlass", plain)
         monkeypatch.setattr(
             module, "release", lambda barrier, lane: events.append(("arrive", barrier, 4))
         )
-    for name in ("hide_scores", "weigh", "compute_scores"):
+    for name in ("hide_scores", "weigh", "held_scales", "issue_scores"):
         monkeypatch.setattr(scores, name, lambda *args: None)
     monkeypatch.setattr(scores, "store_weights", lambda *args: events.append(("store", args[4])))
     for name in ("rescale_output", "load_values"):
         monkeypatch.setattr(values, name, lambda *args: None)
     monkeypatch.setattr(values, "add_values", lambda *args: events.append(("products",)))
-    group = SimpleNamespace(wait_group=note("done"))
-    monkeypatch.setattr(values, "warpgroup", group)
+    monkeypatch.setattr(values, "warpgroup", SimpleNamespace(wait_group=note("done")))
+    monkeypatch.setattr(scores, "warpgroup", SimpleNamespace(wait_group=lambda number: None))
     weigh_block, load_block, add_block = (
         as_written(each) for each in (scores.weigh_block, values.load_block, values.add_block)
     )
     monkeypatch.setattr(values, "load_block", load_block)
     step = SimpleNamespace(
-        barriers=0, exchange=None, columns=ROWS, scales=None, mmas=None, mma=None, places=None,
-        state=None, work=SimpleNamespace(values=None, s=None, o=None),
+        barriers=0, exchange=None, columns=ROWS, scales=None, tokens=None, mmas=None, mma=None,
+        places=None, state=None, work=SimpleNamespace(values=None, s=None, o=None),
     )  # fmt: skip
     found: dict[str, list[tuple]] = {}
 
     def collect(role, tile_events):
         events.clear()
         base = 0
-        for number, count in enumerate(pairs):
-            tile_events(number, count, base)
-            base += 2 * count
+        for count in pairs:
+            tile_events(count, base, base + ahead)
+            base += ahead + 2 * count
         found[role] = list(events)
 
-    def score(number, count, base):
-        events.append(("until", "queries", 2 * (number + 1)))
-        arch.mbarrier_wait(producer.full(0, base % STAGES), base // STAGES % 2)
-        tile = SimpleNamespace(first=0, pairs=count)
-        for block in range(2 * count):
-            weigh_block(step, tile, block, base, 0, 0, 0)
-        events.append(("count", "tile"))
+    tiles = {"begun": 0, "ended": 0}
 
-    def add(number, count, base):
-        events.append(("count", "queries"))
+    def score(count, first, base):
+        """The queries, which only this warpgroup reads and releases, then the KV blocks."""
+        for number in range(first, base):
+            arch.mbarrier_wait(producer.full(0, stage_of(number)), phase_of(number))
+        queries.release_queries(0, first, 0, ahead * STAGE_ROWS)
+        arch.mbarrier_wait(producer.full(0, stage_of(base)), phase_of(base))
+        tiles["begun"] += 1
+        events.append(("until", "begun", 2 * tiles["begun"]))
+        tile = SimpleNamespace(first=0, pairs=count)
+        for number in range(base, base + 2 * count):
+            weigh_block(step, tile, number, base, 0, 0, 0, False)
+        events.append(("count", "ended"))
+
+    def add(count, first, base):
+        tiles["ended"] += 1
+        events.append(("count", "begun"))
         load_block(step, base, 10**6, True, 0, 0)
         for block in range(2 * count):
             events.append(("block", base + block))
             add_block(step, base + block, 10**6, block + 1 < 2 * count, 0, 0)
-        events.append(("until", "tile", number + 1))
+        events.append(("until", "ended", tiles["ended"]))
 
     collect("scores", score)
-    collect("left values", add)
-    collect("right values", add)
-    blocks = range(2 * sum(pairs))
+    for side in "left", "right":
+        tiles["ended"] = 0
+        collect(f"{side} values", add)
     found["producer"], found["means"] = [], []
-    for n in blocks:
-        stage, phase = n % STAGES, n // STAGES % 2
+    # The last stage is not loaded: it tells those that it has ended.
+    for n in range(2 * sum(pairs) + ahead * len(pairs) + 1):
+        stage, phase = stage_of(n), phase_of(n)
         full, empty = producer.full(0, stage), producer.empty(0, stage)
         found["producer"] += [("wait", empty, phase ^ 1), ("arrive", full, 1)]
         found["means"] += [("wait", full, phase), ("arrive", empty, MEAN_WARPS)]
+    found["means"].pop()
     return found
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("pairs", [(1, 1, 1, 1), (2, 3, 1), (9,)])
-def test_weights_are_not_overwritten_while_they_are_read(pairs, monkeypatch):
+def test_weights_are_not_overwritten_while_they_are_read(pairs, ahead, monkeypatch):
     """In any order in which the warps may run, and they never wait for each other in a circle."""
-    found = events_of(monkeypatch, pairs)
+    found = events_of(monkeypatch, pairs, ahead)
     for seed in range(200):
         run(found, random.Random(seed))
 
@@ -287,7 +315,7 @@ def test_weights_are_not_overwritten_while_they_are_read(pairs, monkeypatch):
 def run(found: dict[str, list[tuple]], draw: random.Random) -> None:
     """Run the events of all roles in a random order that the barriers allow."""
     arrived, phases = dict.fromkeys(ARRIVALS, 0), dict.fromkeys(ARRIVALS, 0)
-    counts = {"queries": 0, "tile": 0}
+    counts = {"begun": 0, "ended": 0}
     at = dict.fromkeys(found, 0)
     slots: dict[int, int] = {}
     current = {"left values": -1, "right values": -1}
@@ -317,7 +345,7 @@ def run(found: dict[str, list[tuple]], draw: random.Random) -> None:
             counts[details[0]] += 1
         elif kind == "store":
             number = details[0]
-            assert min(ready.values()) >= number - STAGES, (number, ready)
+            assert min(ready.values()) >= slots.get(number % STAGES, -1), (number, ready)
             slots[number % STAGES] = number
         elif kind == "block":
             current[role] = details[0]

@@ -116,12 +116,17 @@ def round_queries(
     # No scale is negative. An arrival that depends on them comes when they have been read.
     reader = lane | Int32(scales[0] < 0.0) | Int32(scales[1] < 0.0)
     cute.arch.sync_warp()
-    for i in cutlass.range_constexpr(query_stages(columns)):
-        stage = stage_of(number + i)
-        release(weighed(barriers, stage), reader)  # for the phase only: nothing is weighed
-        for _ in cutlass.range_constexpr(2):  # for the value warps too, which read no queries
-            release(empty(barriers, stage), reader)
+    release_queries(barriers, number, reader, columns)
     return scales[0], scales[1]
+
+
+def release_queries(barriers: Any, number: Any, lane: Any, columns: int) -> None:
+    """Release the stages of a tile's queries; the warps of the score warpgroup call it."""
+    for i in range(query_stages(columns)):
+        stage = stage_of(number + i)
+        release(weighed(barriers, stage), lane)  # for the phase only: nothing is weighed
+        for _ in range(2):  # for the value warps too, which read no queries
+            release(empty(barriers, stage), lane)
 
 
 def row_words(
