@@ -234,11 +234,14 @@ def test_all_kernels_are_in_one_program_unchanged(cached, fmt):
     ((name, _),) = own
     assert [each for each, _ in whole].count(name) == 2  # without clusters and with them
     for text in (text for each, text in whole if each == name):
-        before, after = text.split("griddepcontrol.wait")
-        assert "griddepcontrol.launch_dependents" in after
-        if fmt:  # consumers read queries behind the wait, the producer does not wait
-            assert "ld.global.v4" not in before and "ld.global.v4" in after
-            assert "cp.async.bulk.tensor" in before and "ld.global.nc" not in after
+        before, *behind = text.split("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in behind[-1]
+        if fmt:  # the producer waits between its prefetches and the queries, which TMA brings
+            queries_come = "cp.async.bulk.shared::cluster.global.mbarrier"
+            by_producer, by_values = behind
+            assert "cp.async.bulk.prefetch.tensor" in before
+            assert queries_come not in before and "cp.async.bulk.tensor" not in before
+            assert queries_come in by_producer and "ld.global.nc" not in by_values
     alone = [queries, *own, *outputs]
     assert [each for each, _ in alone] == [QUERIES, name, *3 * [OUTPUTS]]
     assert len({text for _, text in alone}) == len(alone)
