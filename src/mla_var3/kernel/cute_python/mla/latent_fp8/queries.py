@@ -100,7 +100,9 @@ def round_queries(
             scale = cute.arch.fmax(peaks[i] * (1.0 / E4M3_MAX), Float32(2.0**-120))
             scale = cutlass.select_(peaks[i] > 0.0, scale, Float32(1.0))
             own = cutlass.select_(lane == i, scale, own)
-            store_row(exchange, *words[i], cute.arch.rcp_approx(scale), rows[i], lane, dtype)
+            latent, rope = words[i]
+            inverse = cute.arch.rcp_approx(scale)
+            store_row(exchange, latent, rope, inverse, rows[i], lane, dtype)
         if lane < ROWS_AT_ONCE:
             latent_at, _ = query_place(shared, number, first + lane * WARPGROUP_WARPS)
             cute.make_tensor(cute.recast_ptr(latent_at, dtype=Float32), 1)[0] = own
