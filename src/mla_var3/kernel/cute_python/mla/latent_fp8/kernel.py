@@ -353,14 +353,10 @@ class LatentFp8Sm90(ClusterHost):
         # Partials in 16 bits take half the time, and what they lose is little beside 8 bits.
         partials = cute.recast_ptr(written.o_partial, dtype=BFloat16)
         outputs = Outputs(*written._replace(o_partial=partials), self.empty_positive, widths)
-        p_words = cute.make_tensor(
-            cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
-            cute.make_layout(self.columns * KV_BLOCK * STAGES // 4),
-        )
         exchange = Exchange(
             tiles(store.q, q_layout), store.q.data_ptr(),
             tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
-            tiles(store.p, p_layout), p_words,
+            tiles(store.p, p_layout), store.p.data_ptr(),
             store.row_sum.get_tensor(line), store.row_max.get_tensor(line),
             store.flush.get_tensor(line), store.fall.get_tensor(line),
             store.rescales.get_tensor(rescales), risen,

@@ -46,12 +46,16 @@ def phase_of(number: Any) -> Any:
 
 
 def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
-    """The mbarrier of a stage whose block has arrived."""
+    """The mbarrier of a stage whose KV block or query rows have arrived."""
     return barriers + stage
 
 
 def empty(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
-    """The mbarrier of a stage that the warps of the values and of the means have released."""
+    """The mbarrier of a stage that its readers have released.
+
+    They are the warps of the values and of the means; for those of the values the score warpgroup
+    releases query rows.
+    """
     return barriers + (STAGES + stage)
 
 

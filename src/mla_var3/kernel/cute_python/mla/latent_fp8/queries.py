@@ -1,8 +1,8 @@
 """Query rows of the 8-bit latent kernel: from memory to shared memory, rounded to e4m3.
 
 They come through the ring of KV blocks, in front of those of their tile, so that TMA brings them
-while the tile before is still computed. Loads to registers took 3 to 4 us per tile: beside 227 KB
-of shared memory the L1 cache holds a third of what they ask for.
+while the tile before is still computed. Loads to registers took 3 to 4 us per tile, probably
+because the L1 cache, beside 227 KB of shared memory, has room for a third of what they ask for.
 """
 
 from typing import Any

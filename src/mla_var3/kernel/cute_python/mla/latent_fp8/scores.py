@@ -96,7 +96,7 @@ def compute_all_scores(
     per_token = blocks.scales is not None
     tokens = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32) if const_expr(per_token) else None
     # Opaque, so that the compiler keeps them: it would compute them again in every KV block.
-    words_at = opaque(exchange.p_words.iterator.toint() + row0 * 64 + t % 32 // 8 * 16 + t % 4 * 4)
+    words_at = opaque(exchange.p_bytes.toint() + row0 * 64 + t % 32 // 8 * 16 + t % 4 * 4)
     rescales_at = opaque(exchange.scales.iterator.toint() + row0 * 4)
     step = ScoreStep(
         mmas, work, state, exchange, blocks.scales, tokens, barriers, scheduler, columns, words_at,

@@ -85,7 +85,7 @@ class Exchange:
     Attributes:
         q: [64, 512] e4m3 and its pointer `q_bytes`.
         q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
-        p: [columns, 64, stage] e4m3 weights and their words `p_words`.
+        p: [columns, 64, stage] e4m3 weights and their pointer `p_bytes`.
         row_sum, row_max: [64] sums of probabilities and maxima, when a tile ends.
         flush: [64] factors of an output that moves to memory.
         fall: [64] factors of the output in memory, when a tile ends.
@@ -100,7 +100,7 @@ class Exchange:
     q_rope: Any
     q_rope_bytes: Any
     p: Any
-    p_words: Any
+    p_bytes: Any
     row_sum: Any
     row_max: Any
     flush: Any

@@ -175,8 +175,8 @@ def put(at: Any, offset: int, word: Any) -> None:
 def opaque(value: Any) -> Any:
     """The same number, of which the compiler does not know that it is the same.
 
-    The rare second computation of the weights would otherwise share products with the first, which
-    keeps them in registers.
+    It then neither shares what follows from it with other code, nor computes it anew: the rare
+    second computation of the weights would keep products of the first in registers.
     """
     kind = type(value)
     return cute.arch.inline_ptx(
