@@ -1,7 +1,8 @@
 """CuTe DSL kernels compiled once for all workers of a test run, with the assembler's remarks.
 
 `python -m tests.kernel.compile_once '["bfloat16"]'` compiles some of `VARIANTS`, writes "== <name>"
-and the remarks to standard error, and the reports as JSON to standard output. A name of
+and the remarks to standard error, and reports, PTX and `stale_halves` as JSON to standard output. A
+name of
 `WHOLE_CALLS` stands for a program of `whole_launch.py`, which has no report.
 """
 
@@ -24,7 +25,7 @@ import pytest
 import torch
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
-from mla_var3.runtime.compile import CompileReport, compile_report
+from mla_var3.runtime.compile import CompileReport, compile_report, disassemble
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import Constraints, Tiling
 from tests.programs import run_program
@@ -134,14 +135,20 @@ class Compiled:
     Attributes:
         reports: compile reports by variant.
         ptx: what the assembler got, by variant.
+        stale: `stale_halves` by variant of the latent kernel on 8-bit caches.
         remarks: what it remarked.
         cache: folder of the compiled code.
     """
 
     def __init__(
-        self, reports: dict[str, Any], ptx: dict[str, str], remarks: str, cache: Path
+        self,
+        reports: dict[str, Any],
+        ptx: dict[str, str],
+        stale: dict[str, list[str]],
+        remarks: str,
+        cache: Path,
     ) -> None:
-        self.cache, self.ptx = cache, ptx
+        self.cache, self.ptx, self.stale = cache, ptx, stale
         self.reports = {name: CompileReport.from_dict(values) for name, values in reports.items()}
         parts = re.split(r"^== (.+)$", remarks, flags=re.MULTILINE)
         self.remarks = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -164,7 +171,7 @@ def compile_once(
     folder.mkdir(exist_ok=True)
     cache, result = folder / "cache", folder / "result.json"
 
-    def run(names: list[str]) -> tuple[dict[str, Any], dict[str, str], str]:
+    def run(names: list[str]) -> tuple[dict[str, Any], dict[str, str], dict[str, list[str]], str]:
         done = run_program(
             [sys.executable, "-m", "tests.kernel.compile_once", json.dumps(names)],
             env={
@@ -185,8 +192,11 @@ def compile_once(
             # Two processes: as many as the cores of the machines that run the tests.
             with ThreadPoolExecutor() as pool:
                 parts = pool.map(run, halves(longest_first()))
-                reports, ptx, remarks = zip(*parts, strict=True)
-            merged = {"reports": reports[0] | reports[1], "ptx": ptx[0] | ptx[1]}
+                *found, remarks = zip(*parts, strict=True)
+            merged = {
+                name: first | second
+                for name, (first, second) in zip(("reports", "ptx", "stale"), found, strict=True)
+            }
             result.write_text(json.dumps({**merged, "remarks": "".join(remarks)}))
     return Compiled(**json.loads(result.read_text()), cache=cache)
 
@@ -327,7 +337,7 @@ def main(names: list[str]) -> None:
     cute_kernel.quiet_compiler = contextlib.nullcontext
     # Remarks make the compiler look up the source line of every operation, a fifth of its time.
     dsl._set_enable_frame_filtering = lambda wanted: None
-    reports, ptx = {}, {}
+    reports, ptx, stale = {}, {}, {}
     for variant in names:
         print(f"== {variant}", file=sys.stderr, flush=True)
         if variant in WHOLE_CALLS:
@@ -337,8 +347,28 @@ def main(names: list[str]) -> None:
             continue
         kernel, wanted = kernel_of(variant), VARIANTS[variant][0]
         reports[variant] = compile_report(kernel, "sm_90").to_dict()
-        ptx[variant] = kernel.compile("sm_90").artifacts[f"{wanted}.ptx"].decode()
-    print(json.dumps([reports, ptx]))
+        compiled = kernel.compile("sm_90")
+        ptx[variant] = compiled.artifacts[f"{wanted}.ptx"].decode()
+        if wanted == LATENT_FP8:
+            stale[variant] = stale_halves(disassemble(compiled.cubin).sass)
+    print(json.dumps([reports, ptx, stale]))
+
+
+def stale_halves(sass: str) -> list[str]:
+    """Conversions to e4m3 that keep half of a register into which none has been written before.
+
+    Four numbers become a word in two conversions, of which the second keeps the result of the
+    first. An assembler's mistake let one keep what no instruction had written.
+    """
+    lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.MULTILINE)
+    pack = re.compile(r"F2FP\.\S*E4M3\.F32\.PACK_AB_MERGE_C (R\d+), \S+, \S+, (R\w+)")
+    found, written = [], {"RZ"}
+    for line in lines:
+        if match := pack.search(line):
+            result, kept = match.groups()
+            found += [line] if kept not in written else []
+            written.add(result)
+    return found
 
 
 if __name__ == "__main__":

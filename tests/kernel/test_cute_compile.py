@@ -105,7 +105,8 @@ def test_latent_attention(report, variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(LATENT_FP8))
-def test_latent_attention_on_8_bit_caches(report, variant):
+def test_latent_attention_on_8_bit_caches(report, compiled, variant):
+    assert not compiled.stale[variant]
     columns = VARIANTS[variant][2]["columns"]
     assert any(f"64x{columns}x32" in shape for shape in report.mma_shapes), report.mma_shapes
     assert report.threads == fp8_state.THREADS

@@ -262,15 +262,17 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
         for count in pairs:
             tile_events(count, base, base + ahead)
             base += ahead + 2 * count
+        if tile_events is add:  # the tile that is not valid
+            arch.mbarrier_wait(producer.full(0, stage_of(base)), phase_of(base))
         found[role] = list(events)
 
     tiles = {"begun": 0, "ended": 0}
 
     def score(count, first, base):
-        """The queries, which only this warpgroup reads and releases, then the KV blocks."""
+        """The queries, which only this warpgroup reads, then the KV blocks."""
         for number in range(first, base):
             arch.mbarrier_wait(producer.full(0, stage_of(number)), phase_of(number))
-        queries.release_queries(0, first, 0, ahead * STAGE_ROWS)
+        queries.hand_over_queries(0, first, 0, ahead * STAGE_ROWS)
         arch.mbarrier_wait(producer.full(0, stage_of(base)), phase_of(base))
         tiles["begun"] += 1
         events.append(("until", "begun", 2 * tiles["begun"]))
@@ -281,7 +283,9 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
 
     def add(count, first, base):
         tiles["ended"] += 1
+        arch.mbarrier_wait(producer.full(0, stage_of(first)), phase_of(first))  # `receive_tile`
         events.append(("count", "begun"))
+        values.release_queries(0, first, 0, ahead * STAGE_ROWS)
         load_block(step, base, 10**6, True, 0, 0)
         for block in range(2 * count):
             events.append(("block", base + block))

@@ -305,6 +305,10 @@ class LatentFp8Sm90(ClusterHost):
         merge = merge_shared(store.merge.data_ptr(), store.keys.data_ptr())
         risen = store.risen.get_tensor(cute.make_layout(STAGES))
         first_block = store.first_block.get_tensor(cute.make_layout(1))
+        work_tiles = cute.make_tensor(
+            cute.recast_ptr(store.scales.data_ptr(), dtype=Int32),
+            cute.make_layout((KV_BLOCK, STAGES)),
+        )
         if thread == 0:
             init_barriers(barriers)
             first_block[0] = Int32(NO_BLOCK_YET)
@@ -381,8 +385,8 @@ class LatentFp8Sm90(ClusterHost):
                 )  # fmt: skip
                 queries = Queries(q_latent, q_rope, *q_strides, sizes.heads)
                 produce(
-                    cache, blocks, barriers, scheduler, queries, self.columns, first_block,
-                    self.early,
+                    cache, blocks, barriers, scheduler, queries, work_tiles, self.columns,
+                    first_block, self.early,
                 )  # fmt: skip
             elif warp_index == WATCHER_WARP:
                 if splits:
@@ -405,7 +409,7 @@ class LatentFp8Sm90(ClusterHost):
                 cute.arch.griddepcontrol_wait()
             consume(
                 pv_mma, keys_bytes, barriers, exchange, means, first_token, outputs,
-                whole_scale(cache_scale), scheduler, self.columns, self.dtype, mailbox,
+                whole_scale(cache_scale), scheduler, work_tiles, self.columns, self.dtype, mailbox,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

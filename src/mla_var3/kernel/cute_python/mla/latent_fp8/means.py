@@ -365,10 +365,12 @@ def subtract_means(step: cutlass.Constexpr, means: cutlass.Constexpr, t: Int32, 
 
 def rounded(number: Float32) -> Any:
     """A number as e4m3, four times in 32 bits, and as a float again."""
+    # The word by `prmt`: of `mov.b32 {$w0}, {x, x}` ptxas of CUDA 12.9 makes, in a loop, a word half
+    # of which and the float are those of a register that nothing writes.
     return cute.arch.inline_ptx(
-        "{ .reg .b16 x, y; .reg .b32 h; cvt.rn.satfinite.e4m3x2.f32 x, {$r0}, {$r0};"
-        " mov.b32 {$w0}, {x, x}; cvt.rn.f16x2.e4m3x2 h, x; mov.b32 {x, y}, h;"
-        " cvt.f32.f16 {$w1}, x; }",
+        "{ .reg .b16 x, y, z; .reg .b32 h; cvt.rn.satfinite.e4m3x2.f32 x, {$r0}, {$r0};"
+        " cvt.u32.u16 h, x; prmt.b32 {$w0}, h, h, 0x1010; cvt.rn.f16x2.e4m3x2 h, x;"
+        " mov.b32 {y, z}, h; cvt.f32.f16 {$w1}, y; }",
         write_only_types=[Int32, Float32],
         read_only_args=[number],
     )

@@ -4,7 +4,7 @@ A stage takes a KV block, or 32 query rows in 16 bits. The query rows of a tile 
 KV blocks; the score warpgroup rounds them (`queries.py`). Stages are numbered within the CTA.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
@@ -21,6 +21,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.latent.ops import divided
 from mla_var3.kernel.cute_python.mla.latent.producer import kv_policy, place_of
+from mla_var3.kernel.cute_python.mla.latent.scheduler import WorkTile
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import MEAN_PAIRS, MEAN_WARPS
 
 STAGES = 4
@@ -51,11 +52,7 @@ def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
 
 
 def empty(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
-    """The mbarrier of a stage that its readers have released.
-
-    They are the warps of the values and of the means; for those of the values the score warpgroup
-    releases query rows.
-    """
+    """The mbarrier of a stage that the warps of the values and of the means have released."""
     return barriers + (STAGES + stage)
 
 
@@ -70,7 +67,7 @@ def means_free(barriers: cute.Pointer) -> cute.Pointer:
 
 
 def weighed(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
-    """The mbarrier of a stage whose weights are in shared memory."""
+    """The mbarrier of a stage whose weights are in shared memory, or whose queries are read."""
     return barriers + (2 * STAGES + 2 + stage)
 
 
@@ -84,6 +81,10 @@ def init_barriers(barriers: cute.Pointer):
     cute.arch.mbarrier_init(means_ready(barriers), MEAN_WARPS)
     cute.arch.mbarrier_init(means_free(barriers), CONSUMER_WARPS)
     cute.arch.mbarrier_init_fence()
+
+
+TILE_FIELDS = tuple(field.name for field in fields(WorkTile))
+TILE_WORDS = -(-len(TILE_FIELDS) // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def produce(
     barriers: cute.Pointer,
     scheduler: cutlass.Constexpr,
     queries: cutlass.Constexpr,
+    tiles: cute.Tensor,
     columns: cutlass.Constexpr,
     first_block: cute.Tensor,
     early: cutlass.Constexpr,
@@ -143,6 +145,7 @@ def produce(
         barriers: mbarriers.
         scheduler: the CTA's work tiles.
         queries: `Queries`.
+        tiles: see `send_tile`.
         columns: query rows on the N side, the most that a tile has.
         first_block: [1] first block of the last tile that has means, by its number in the CTA. Its
             readers have waited for that block, or for one behind the last, which sets `NO_BLOCK`.
@@ -166,7 +169,7 @@ def produce(
                     cute.prefetch(parts[i].copy, parts[i].tiles[block_at(i, place)])
         cute.arch.griddepcontrol_wait()
     while tile.valid:
-        load_queries(queries, shared, barriers, tile, number, columns)
+        load_queries(queries, shared, tiles, barriers, tile, number, columns)
         number += query_stages(columns)
         if has_means(tile):
             first_block[0] = number
@@ -179,6 +182,7 @@ def produce(
     cute.arch.mbarrier_wait(empty(barriers, stage_of(number)), phase_of(number) ^ 1)
     first_block[0] = Int32(NO_BLOCK)
     with cute.arch.elect_one():
+        send_tile(tile, tiles, number)
         cute.arch.mbarrier_arrive(full(barriers, stage_of(number)))
 
 
@@ -217,6 +221,35 @@ def block_at(part: int, place: Any) -> tuple:
     return (None, place.block, place.page) if part == 2 else (None, place.block, 0, place.page)
 
 
+# --- work tiles -----------------------------------------------------------------------------------
+
+
+def send_tile(tile: WorkTile, tiles: cute.Tensor, number: Any) -> None:
+    """Write a work tile for the value warps: they find it in the stage of its first query rows.
+
+    Args:
+        tile: the work tile.
+        tiles: [word, stage] where the scales of tokens are in a stage with a KV block.
+        number: of the stage, which is empty.
+    """
+    words = cute.make_rmem_tensor(TILE_WORDS, Int32)
+    words.fill(0)
+    for i, name in enumerate(TILE_FIELDS):
+        words[i] = Int32(getattr(tile, name))
+    place = cute.local_tile(tiles[(None, stage_of(number))], (TILE_WORDS,), (0,))
+    cute.autovec_copy(words, place)
+
+
+def receive_tile(tiles: cute.Tensor, barriers: cute.Pointer, number: Int32) -> WorkTile:
+    """Wait for the work tile in the stage of a number, or for one that is not valid."""
+    cute.arch.mbarrier_wait(full(barriers, stage_of(number)), phase_of(number))
+    words = cute.make_rmem_tensor(TILE_WORDS, Int32)
+    place = cute.local_tile(tiles[(None, stage_of(number))], (TILE_WORDS,), (0,))
+    cute.autovec_copy(place, words)
+    numbers = {name: words[i] for i, name in enumerate(TILE_FIELDS)}
+    return WorkTile(valid=numbers.pop("valid") != 0, **numbers)
+
+
 # --- query rows -----------------------------------------------------------------------------------
 
 
@@ -248,6 +281,7 @@ def query_place(shared: Any, number: Any, row: Any) -> tuple[cute.Pointer, cute.
 def load_queries(
     queries: cutlass.Constexpr,
     shared: cutlass.Constexpr,
+    tiles: cute.Tensor,
     barriers: cute.Pointer,
     tile: cutlass.Constexpr,
     number: Int32,
@@ -255,9 +289,12 @@ def load_queries(
 ):
     """Load the query rows of a tile in 16 bits, a lane for each row of a stage.
 
+    Where the tile has fewer rows, its last one comes again: there is nothing then that may be NaN.
+
     Args:
         queries: `Queries`.
         shared: `SharedBlocks`.
+        tiles: see `send_tile`.
         barriers: mbarriers.
         tile: the work tile.
         number: of the first stage that they take.
@@ -265,23 +302,25 @@ def load_queries(
     """
     lane = cute.arch.lane_idx()
     for i in cutlass.range(query_stages(columns), unroll=1):
-        first = tile.row + i * STAGE_ROWS
-        rows = cutlass.max(cutlass.min(tile.rows - first, min(columns, STAGE_ROWS)), 0)
+        rows = min(columns, STAGE_ROWS)
         cute.arch.mbarrier_wait(empty(barriers, stage_of(number + i)), phase_of(number + i) ^ 1)
         arrival = full(barriers, stage_of(number + i))
         with cute.arch.elect_one():
+            if i == 0:
+                send_tile(tile, tiles, number)
             cute.arch.mbarrier_arrive_and_expect_tx(
                 arrival, rows * (QUERY_BYTES + QUERY_ROPE_BYTES)
             )
         cute.arch.sync_warp()
         if lane < rows:
-            at = tile.base + first + lane
+            row = i * STAGE_ROWS + lane
+            at = tile.base + cutlass.min(tile.row + row, tile.rows - 1)
             token = divided(at, queries.heads)
             head = Int64(at - token * queries.heads)
             token = Int64(token)
             latent = token * queries.latent_token_stride + head * queries.latent_stride
             rope = token * queries.rope_token_stride + head * queries.rope_stride
-            latent_at, rope_at = query_place(shared, number, i * STAGE_ROWS + lane)
+            latent_at, rope_at = query_place(shared, number, row)
             copy_bytes(latent_at, queries.latent + latent, QUERY_BYTES, arrival)
             copy_bytes(rope_at, queries.rope + rope, QUERY_ROPE_BYTES, arrival)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     LATENT,
@@ -19,7 +19,9 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
-    empty,
+    QUERY_BYTES,
+    QUERY_ROPE_BYTES,
+    STAGE_ROWS,
     full,
     phase_of,
     query_place,
@@ -36,6 +38,8 @@ PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
+STEP_ROWS = WARPGROUP_WARPS * ROWS_AT_ONCE
+"""Those of the warpgroup."""
 
 
 @cute.jit
@@ -57,13 +61,12 @@ def round_queries(
     shared: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     barriers: cute.Pointer,
-    tile: cutlass.Constexpr,
     number: Int32,
     t: Int32,
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Round the query rows of a tile to e4m3, with a scale each; absent rows are zeros.
+    """Round the query rows of a tile to e4m3, with a scale each.
 
     The score warpgroup calls it when its last scores of the tile before are done. Its warps take
     turns at the rows. The scales reach their threads by the first bytes of the rows in the ring.
@@ -71,7 +74,7 @@ def round_queries(
     Args:
         shared: `SharedBlocks`.
         exchange: `Exchange`.
-        barriers, tile, number, columns: see `producer.load_queries`.
+        barriers, number, columns: see `producer.load_queries`.
         t: this thread.
         dtype: element type of the queries.
 
@@ -80,32 +83,34 @@ def round_queries(
     """
     warp, lane = t // 32, t % 32
     per_token = shared.scales is not None
-    for i in cutlass.range_constexpr(query_stages(columns)):
-        cute.arch.mbarrier_wait(full(barriers, stage_of(number + i)), phase_of(number + i))
     sync_warpgroup(Handover.SCORES)  # no warp reads the last tile's queries any more
-    for step in cutlass.range(columns // (WARPGROUP_WARPS * ROWS_AT_ONCE), unroll=1):
-        first = step * (WARPGROUP_WARPS * ROWS_AT_ONCE) + warp
-        rows = [first + i * WARPGROUP_WARPS for i in range(ROWS_AT_ONCE)]
-        words = [row_words(shared, number, row, tile.row + row < tile.rows, lane) for row in rows]
-        peaks = []
-        for latent, rope in words:
-            peak = largest(latent, dtype)
-            if const_expr(not per_token):
-                peak = cute.arch.fmax(peak, largest(rope, dtype))
+    targets = row_targets(exchange, warp, lane, per_token)
+    for step in cutlass.range(columns // STEP_ROWS, unroll=1):
+        stage = number + step * STEP_ROWS // STAGE_ROWS
+        cute.arch.mbarrier_wait(full(barriers, stage_of(stage)), phase_of(stage))
+        latent_at, rope_at = query_place(shared, number, step * STEP_ROWS + warp)
+        rows = []
+        for i in cutlass.range_constexpr(ROWS_AT_ONCE):
+            row = i * WARPGROUP_WARPS
+            latent = cute.make_rmem_tensor((LANE_COLUMNS // 2, PARTS), Int32)
+            for part in cutlass.range_constexpr(PARTS):
+                place = latent_at + row * QUERY_BYTES + part * 512
+                cute.autovec_copy(words_at(place + lane * 16, 4), latent[None, part])
+            rope = words_at(rope_at + row * QUERY_ROPE_BYTES + lane * 4, 1)[0]
+            words = [latent[i] for i in range(cute.size(latent))]
+            peak = largest(words if const_expr(per_token) else [*words, rope], dtype)
             # They are not negative, so their bits are in their order.
             peak = cute.arch.warp_redux_sync(peak.bitcast(Int32), "max").bitcast(Float32)
-            peaks.append(peak)
+            rows.append((words, rope, peak))
         own = Float32(1.0)
         for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-            scale = cute.arch.fmax(peaks[i] * (1.0 / E4M3_MAX), Float32(2.0**-120))
-            scale = cutlass.select_(peaks[i] > 0.0, scale, Float32(1.0))
+            words, rope, peak = rows[i]
+            scale = cute.arch.fmax(peak * (1.0 / E4M3_MAX), Float32(2.0**-120))
+            scale = cutlass.select_(peak > 0.0, scale, Float32(1.0))
             own = cutlass.select_(lane == i, scale, own)
-            latent, rope = words[i]
-            inverse = cute.arch.rcp_approx(scale)
-            store_row(exchange, latent, rope, inverse, rows[i], lane, dtype)
+            store_row(targets, words, rope, cute.arch.rcp_approx(scale), step, i, dtype, per_token)
         if lane < ROWS_AT_ONCE:
-            latent_at, _ = query_place(shared, number, first + lane * WARPGROUP_WARPS)
-            cute.make_tensor(cute.recast_ptr(latent_at, dtype=Float32), 1)[0] = own
+            words_at(latent_at + lane * (WARPGROUP_WARPS * QUERY_BYTES), 1)[0] = own.bitcast(Int32)
     cute.arch.fence_view_async_shared()
     sync_warpgroup(Handover.SCORES)
     scales = cute.make_rmem_tensor(2, Float32)
@@ -114,102 +119,129 @@ def round_queries(
         row = warp * 16 + lane // 4 + 8 * r
         if row < columns:
             latent_at, _ = query_place(shared, number, row)
-            scales[r] = cute.make_tensor(cute.recast_ptr(latent_at, dtype=Float32), 1)[0]
+            scales[r] = words_at(latent_at, 1)[0].bitcast(Float32)
     # No scale is negative. An arrival that depends on them comes when they have been read.
     reader = lane | Int32(scales[0] < 0.0) | Int32(scales[1] < 0.0)
     cute.arch.sync_warp()
-    release_queries(barriers, number, reader, columns)
+    hand_over_queries(barriers, number, reader, columns)
     return scales[0], scales[1]
 
 
-def release_queries(barriers: Any, number: Any, lane: Any, columns: int) -> None:
-    """Release the stages of a tile's queries; the warps of the score warpgroup call it."""
+def hand_over_queries(barriers: Any, number: Any, lane: Any, columns: int) -> None:
+    """Leave the stages of a tile's queries to the value warps, which release them."""
     for i in range(query_stages(columns)):
-        stage = stage_of(number + i)
-        release(weighed(barriers, stage), lane)  # for the phase only: nothing is weighed
-        for _ in range(2):  # for the value warps too, which read no queries
-            release(empty(barriers, stage), lane)
+        release(weighed(barriers, stage_of(number + i)), lane)
 
 
-def row_words(
-    shared: Any, number: Int32, row: Int32, present: Any, lane: Int32
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """This lane's words of the latent and of the rope part of a query row; zeros if it is absent.
+def words_at(place: cute.Pointer, count: int) -> cute.Tensor:
+    """Words in shared memory at a place that is aligned to all of them."""
+    words = cute.recast_ptr(place.align(4 * count), dtype=Int32)
+    return cute.make_tensor(words, cute.make_layout(count))
 
-    What lies there is read in any case: under a branch the compiler converts all of it at once.
+
+def row_targets(
+    exchange: Any, warp: Int32, lane: Int32, per_token: bool
+) -> tuple[list[Any], list[Any]]:
+    """Addresses of this lane's latent and rope part in the warp's first two rows.
+
+    The rows of a warp are four apart. Those of even and odd turns are swizzled alike.
     """
-    latent = cute.make_rmem_tensor((LANE_COLUMNS // 2, PARTS), Int32)
-    rope = cute.make_rmem_tensor(1, Int32)
-    latent_at, rope_at = query_place(shared, number, row)
-    for part in range(PARTS):
-        load_bytes(latent[None, part], latent_at, (part * 32 + lane) * 16)
-    load_bytes(rope, rope_at, lane * 4)
-    for words in (latent, rope):
-        for i in range(cute.size(words)):
-            words[i] = cutlass.select_(present, words[i], Int32(0))
-    return latent, rope
+    chunk = lane // 2
+    latent = exchange.q_bytes.toint() + (warp * 128 + chunk // 8 * TILE_BYTES + lane % 2 * 8)
+    latents = [latent + (chunk % 8 ^ (warp + 4 * i)) * 16 for i in range(2)]
+    rope = exchange.q_rope_bytes.toint()
+    if per_token:
+        ropes = [
+            rope + (warp * 128 + (lane // 4 ^ (warp + 4 * i)) * 16 + lane % 4 * 4) for i in (0, 1)
+        ]
+    else:
+        ropes = [
+            rope + (warp * 64 + (lane // 8 ^ (warp // 2 + 2 * i)) * 16 + lane % 8 * 2)
+            for i in (0, 1)
+        ]
+    return latents, ropes
 
 
 def store_row(
-    exchange: Any,
-    latent: cute.Tensor,
-    rope: cute.Tensor,
+    targets: tuple[list[Any], list[Any]],
+    words: list[Int32],
+    rope: Int32,
     inverse: Float32,
-    row: Int32,
-    lane: Int32,
+    step: Int32,
+    turn: int,
     dtype: Any,
+    per_token: bool,
 ) -> None:
     """Store this lane's part of a query row over its scale.
 
     The rope part is divided by the scale too; where it is e4m3 the scale covers it.
     """
+    latents, ropes = targets
+    row = turn * WARPGROUP_WARPS
     for part in range(PARTS):
-        wide = cute.recast_tensor(latent[None, part], dtype).load().to(Float32)
+        four = words[part * LANE_COLUMNS // 2 : (part + 1) * LANE_COLUMNS // 2]
+        wide = [number * inverse for word in four for number in halves(word, dtype)]
         narrow = cute.make_rmem_tensor(LANE_COLUMNS, Float8E4M3FN)
-        narrow.store((wide * inverse).to(Float8E4M3FN))
-        chunk = part * 16 + lane // 2
-        offset = chunk // 8 * TILE_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16 + lane % 2 * 8
-        store_bytes(narrow, exchange.q_bytes, offset)
-    kind = exchange.q_rope.element_type
+        narrow.store(vector_of(wide).load().to(Float8E4M3FN))
+        eight = cute.recast_tensor(narrow, Int32)
+        offset = row * 128 + part * (2 * TILE_BYTES)
+        cute.arch.inline_ptx(
+            f"st.shared.v2.b32 [{{$r0}} + {offset}], {{ {{$r1}}, {{$r2}} }};",
+            read_only_args=[latents[turn % 2] + step * (STEP_ROWS * 128), eight[0], eight[1]],
+        )
+    kind, row_bytes = (BFloat16, 128) if per_token else (Float8E4M3FN, 64)
     scaled = cute.make_rmem_tensor(2, kind)
+    scaled.store(vector_of([number * inverse for number in halves(rope, dtype)]).load().to(kind))
+    width = 2 * kind.width
+    number = cute.recast_tensor(scaled, Int32 if per_token else Int16)[0]
+    cute.arch.inline_ptx(
+        f"st.shared.b{width} [{{$r0}} + {row * row_bytes}], {{$r1}};",
+        read_only_args=[ropes[turn % 2] + step * (STEP_ROWS * row_bytes), number],
+    )
+
+
+def vector_of(numbers: list[Float32]) -> cute.Tensor:
+    """Numbers in registers, as a tensor."""
+    found = cute.make_rmem_tensor(len(numbers), Float32)
+    for i, number in enumerate(numbers):
+        found[i] = number
+    return found
+
+
+def halves(word: Int32, dtype: Any) -> tuple[Float32, Float32]:
+    """Both 16-bit numbers of a word."""
+    if dtype is BFloat16:
+        return (word << 16).bitcast(Float32), (word & -0x10000).bitcast(Float32)
     pair = cute.make_rmem_tensor(2, dtype)
-    cute.recast_tensor(pair, Int32)[0] = rope[0]
-    scaled.store((pair.load().to(Float32) * inverse).to(kind))
-    if kind.width == 16:
-        offset = row * 128 + (lane // 4 ^ row % 8) * 16 + lane % 4 * 4
-    else:
-        offset = row * 64 + (lane // 8 ^ row % 8 // 2) * 16 + lane % 8 * 2
-    store_bytes(scaled, exchange.q_rope_bytes, offset)
+    cute.recast_tensor(pair, Int32)[0] = word
+    wide = pair.load().to(Float32)
+    return wide[0], wide[1]
 
 
-def largest(words: cute.Tensor, dtype: Any) -> Float32:
-    """The largest magnitude of 16-bit numbers in registers; any, if one is NaN, as its row is."""
+def largest(words: list[Int32], dtype: Any) -> Float32:
+    """The largest magnitude of 16-bit numbers; any, if one is NaN, as its row is."""
     kind = "bf16x2" if dtype is BFloat16 else "f16x2"
-    found = [words[i] for i in range(cute.size(words))]
+    found = list(words)
     while len(found) > 1:
         # Of both halves the larger magnitude, with some sign.
+        pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
         found = [
             cute.arch.inline_ptx(
                 f"max.NaN.xorsign.abs.{kind} {{$w0}}, {{$r0}}, {{$r1}};",
                 write_only_types=[Int32],
-                read_only_args=found[i : i + 2],
+                read_only_args=pair,
             )
-            for i in range(0, len(found), 2)
+            if len(pair) == 2
+            else pair[0]
+            for pair in pairs
         ]
-    pair = cute.make_rmem_tensor(2, dtype)
-    cute.recast_tensor(pair, Int32)[0] = found[0] & 0x7FFF7FFF
-    wide = pair.load().to(Float32)
-    return cute.arch.fmax(wide[0], wide[1])
+    low, high = halves(found[0] & 0x7FFF7FFF, dtype)
+    return cute.arch.fmax(low, high)
 
 
 def store_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> None:
     """Store registers at a byte offset in shared memory, in one go."""
     cute.autovec_copy(values, shared_bytes(values, base, offset))
-
-
-def load_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> None:
-    """Load registers from a byte offset in shared memory, in one go."""
-    cute.autovec_copy(shared_bytes(values, base, offset), values)
 
 
 def shared_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> cute.Tensor:

@@ -108,7 +108,7 @@ def compute_all_scores(
     base = Int32(0)
     phase = Int32(0)
     while tile.valid:
-        q_scales = round_queries(blocks, exchange, barriers, tile, base, t, columns, dtype)
+        q_scales = round_queries(blocks, exchange, barriers, base, t, columns, dtype)
         base += query_stages(columns)
         state.sums.fill(0.0)
         state.other_sums.fill(0.0)
@@ -117,14 +117,14 @@ def compute_all_scores(
         state.removed_top.fill(SCORE_FLOOR)
         for i in cutlass.range_constexpr(2):
             state.factors[i] = scale_log2e * cache_scale * q_scales[i]
-        lowest = first_hidden(tile, scheduler)
-        apart = is_apart(tile, lowest, scheduler)
-        stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         stage = cute.arch.make_warp_uniform(stage_of(base))
         cute.arch.mbarrier_wait(full(barriers, stage), phase_of(base))
         issue_scores(mmas, work, stage)
         if const_expr(per_token):
             load_scales(step, stage, t % 32)
+        lowest = first_hidden(tile, scheduler)
+        apart = is_apart(tile, lowest, scheduler)
+        stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
         set_apart(step, first_token, outputs, blocks.keys_bytes, tile, apart, stage, t)

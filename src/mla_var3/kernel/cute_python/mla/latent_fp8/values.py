@@ -39,6 +39,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     has_means,
     phase_of,
     query_stages,
+    receive_tile,
     stage_of,
     weighed,
 )
@@ -71,6 +72,7 @@ def consume(
     outputs: cutlass.Constexpr,
     cache_scale: Float32,
     scheduler: cutlass.Constexpr,
+    tiles: cute.Tensor,
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     mailbox: cutlass.Constexpr,
@@ -86,7 +88,8 @@ def consume(
         first_token: `FirstToken`.
         outputs: `latent.ops.Outputs`.
         cache_scale: the scale of the whole cache; 1 with scales per token.
-        scheduler: the CTA's work tiles.
+        scheduler: what decides the CTA's work tiles.
+        tiles: see `producer.send_tile`.
         columns: query rows on the N side.
         dtype: element type of the output.
         mailbox: `Mailbox` of a kernel with clusters, else None.
@@ -106,13 +109,15 @@ def consume(
     first = keys_bytes.toint() + group * (2 * TILE_BYTES)
     places = (first + places_offset(t), first + (places_offset(t) ^ 64))
     step = ValueStep(mma, work, exchange, places, barriers, columns)
-    tile = scheduler.first_tile()
+    tile = receive_tile(tiles, barriers, Int32(0))
     base = Int32(0)
     phase = Int32(0)
     while tile.valid:
         cute.arch.barrier_arrive(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
-        base += query_stages(columns)
         acc.fill(0.0)
+        # No tile has fewer than 0 rows. An arrival that depends on it comes when it has been read.
+        release_queries(barriers, base, t % 32 | Int32(tile.rows < 0), columns)
+        base += query_stages(columns)
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         removing = walk_parts(
             tile, means, phase,
@@ -127,7 +132,15 @@ def consume(
             work.o, exchange, means, first_token, removing, outputs, tile, flushes(tile),
             cache_scale, t, group, scheduler, columns, dtype, mailbox,
         )  # fmt: skip
-        tile = scheduler.next_tile(tile)
+        tile = receive_tile(tiles, barriers, base)
+
+
+def release_queries(barriers: Any, number: Any, lane: Any, columns: int) -> None:
+    """Release the stages of a tile's queries once the score warpgroup has read them."""
+    for i in range(query_stages(columns)):
+        stage = stage_of(number + i)
+        cute.arch.mbarrier_wait(weighed(barriers, stage), phase_of(number + i))
+        release(empty(barriers, stage), lane)
 
 
 @cute.jit

@@ -213,7 +213,10 @@ def weigh(
                 score = s[r, (e, j)]
                 if const_expr(scales_of is not None):
                     score = score * factors[e]
-                p = cute.math.exp2(score * state.factors[r] + bases[r], fastmath=True)
+                # Else the compiler shares products with the rare second computation where it likes,
+                # and programs differ in the last bit of a sum.
+                power = cute.math.fma(score, state.factors[r], bases[r])
+                p = cute.math.exp2(power, fastmath=True)
                 probabilities[2 * half + e, r] = p
                 if const_expr(scales_of is not None):
                     p = p * factors[e]
