@@ -175,6 +175,71 @@ def test_values_of_the_first_token_find_their_threads(monkeypatch):
                     assert stored[read[-1] + 2 * m + r] == own
 
 
+class Registers(dict):
+    """Registers of any number."""
+
+    def fill(self, value):
+        self[0] = self[1] = value
+
+
+class Scales:
+    """Scales of tokens in shared memory."""
+
+    def __getitem__(self, at):
+        return Read(1.0)
+
+
+class Read(float):
+    """A number from shared memory, or one that follows from such numbers."""
+
+    def __add__(self, other):
+        return Read(float(self) + float(other))
+
+    __radd__ = __add__
+
+    def __lt__(self, other):
+        return Read(float(self) < float(other))
+
+    def __ror__(self, other):
+        return Read(other | int(self))
+
+
+def test_stages_are_released_behind_the_scales_that_the_means_read(monkeypatch):
+    """What releases them follows from the scales: loads and arrivals keep no order by themselves.
+
+    The mean of the scales differed from launch to launch.
+    """
+    released = []
+    arch = SimpleNamespace(
+        thread_idx=lambda: (means.FIRST_MEAN_WARP * 32 + 3, 0, 0),
+        sync_warp=lambda: None,
+        mbarrier_wait=lambda barrier, phase: None,
+        vote_ballot_sync=lambda found: 0,
+        shuffle_sync_bfly=lambda number, offset: number,
+    )
+    device = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *args: Registers())
+    plain = SimpleNamespace(range=lambda *ends, unroll: range(*ends), range_constexpr=range)
+    for name, value in {
+        "cute": device, "cutlass": plain, "const_expr": bool, "hidden": lambda value, number: value,
+        "Int32": lambda number: number, "Float32": lambda number: number,
+        "add_columns": lambda *args: None, "store_means": lambda *args: 0,
+        "release": lambda barrier, lane: released.append((barrier, lane)),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(means, name, value)
+    waits = iter([1, 1, 1, means.NO_BLOCK])
+    monkeypatch.setattr(means, "wait_block", lambda *args: next(waits))
+    found = SimpleNamespace(
+        first_block=[0], values=SimpleNamespace(toint=lambda: 0), found=[0, 0], scale=[0.0],
+        free=None, ready="ready",
+    )  # fmt: skip
+    given = dict.fromkeys(inspect.signature(means.compute_means).parameters)
+    given |= {"means": found, "keys_bytes": SimpleNamespace(toint=lambda: 0), "barriers": 0}
+    as_written(means.compute_means)(**given | {"scales": Scales()})
+    stages = [lane for barrier, lane in released if barrier != "ready"]
+    assert len(stages) == 2 and stages == [3, 3]
+    assert all(isinstance(lane, Read) for lane in stages)
+
+
 @pytest.mark.parametrize("flushed", [0, 1, 4])
 @pytest.mark.parametrize("removing", [0, 1, -1])  # of 32 lanes, as a vote gives them
 def test_the_end_of_a_tile_adds_what_was_taken_from_the_output(flushed, removing, monkeypatch):

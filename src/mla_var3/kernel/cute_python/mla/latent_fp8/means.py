@@ -184,11 +184,15 @@ def compute_means(
                     # 16 bytes are swizzled by the row.
                     add_columns(sums, sizes, (at + row * 128) ^ (row * 16))
                 lane = hidden(offset, number) % 128 // 4
+                reader = lane
                 if const_expr(scales is not None):
                     stage = stage_of(number)
                     reference += scales[lane, stage] + scales[lane + 32, stage]
+                    # No scale is negative. An arrival that depends on them comes when they have
+                    # been read.
+                    reader = lane | Int32(reference < 0.0)
                 cute.arch.sync_warp()
-                release(empty(barriers, stage_of(number)), lane)
+                release(empty(barriers, stage_of(number)), reader)
                 number += 1
                 if tile == 0:
                     # Consumers may still use those of the tile before.
@@ -365,8 +369,8 @@ def subtract_means(step: cutlass.Constexpr, means: cutlass.Constexpr, t: Int32, 
 
 def rounded(number: Float32) -> Any:
     """A number as e4m3, four times in 32 bits, and as a float again."""
-    # The word by `prmt`: of `mov.b32 {$w0}, {x, x}` ptxas of CUDA 12.9 makes, in a loop, a word half
-    # of which and the float are those of a register that nothing writes.
+    # The word by `prmt`: from `mov.b32 {$w0}, {x, x}` in a loop ptxas of CUDA 12.9 makes a word and
+    # a float that take half of a register which nothing writes.
     return cute.arch.inline_ptx(
         "{ .reg .b16 x, y, z; .reg .b32 h; cvt.rn.satfinite.e4m3x2.f32 x, {$r0}, {$r0};"
         " cvt.u32.u16 h, x; prmt.b32 {$w0}, h, h, 0x1010; cvt.rn.f16x2.e4m3x2 h, x;"
