@@ -337,6 +337,7 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
         """The queries, which only this warpgroup reads, then the KV blocks."""
         for number in range(first, base):
             arch.mbarrier_wait(producer.full(0, stage_of(number)), phase_of(number))
+            events.append(("read", number))
         queries.hand_over_queries(0, first, 0, ahead * STAGE_ROWS)
         arch.mbarrier_wait(producer.full(0, stage_of(base)), phase_of(base))
         tiles["begun"] += 1
@@ -349,6 +350,7 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
     def add(count, first, base):
         tiles["ended"] += 1
         arch.mbarrier_wait(producer.full(0, stage_of(first)), phase_of(first))  # `receive_tile`
+        events.append(("read", first))
         events.append(("count", "begun"))
         values.release_queries(0, first, 0, ahead * STAGE_ROWS)
         load_block(step, base, 10**6, True, 0, 0)
@@ -366,7 +368,7 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
     for n in range(2 * sum(pairs) + ahead * len(pairs) + 1):
         stage, phase = stage_of(n), phase_of(n)
         full, empty = producer.full(0, stage), producer.empty(0, stage)
-        found["producer"] += [("wait", empty, phase ^ 1), ("arrive", full, 1)]
+        found["producer"] += [("wait", empty, phase ^ 1), ("load", n), ("arrive", full, 1)]
         found["means"] += [("wait", full, phase), ("arrive", empty, MEAN_WARPS)]
     found["means"].pop()
     return found
@@ -387,6 +389,7 @@ def run(found: dict[str, list[tuple]], draw: random.Random) -> None:
     counts = {"begun": 0, "ended": 0}
     at = dict.fromkeys(found, 0)
     slots: dict[int, int] = {}
+    loaded: dict[int, int] = {}
     current = {"left values": -1, "right values": -1}
     ready = dict.fromkeys(current, -1)  # the last block whose products are done
 
@@ -412,6 +415,10 @@ def run(found: dict[str, list[tuple]], draw: random.Random) -> None:
                 arrived[barrier], phases[barrier] = 0, phases[barrier] + 1
         elif kind == "count":
             counts[details[0]] += 1
+        elif kind == "load":
+            loaded[stage_of(details[0])] = details[0]
+        elif kind == "read":
+            assert loaded[stage_of(details[0])] == details[0]
         elif kind == "store":
             number = details[0]
             assert min(ready.values()) >= slots.get(number % STAGES, -1), (number, ready)
