@@ -1,7 +1,8 @@
 """Producer warp of the 8-bit latent kernel: the ring of shared-memory stages.
 
 A stage takes a KV block, or 32 query rows in 16 bits. The query rows of a tile come in front of its
-KV blocks; the score warpgroup rounds them (`queries.py`). Stages are numbered within the CTA.
+KV blocks; the score warpgroup rounds them (`queries.py`). Stages are numbered within the CTA. With
+its queries the value warpgroups get the work tile, which they would otherwise find once more.
 """
 
 from dataclasses import dataclass, fields
@@ -85,6 +86,7 @@ def init_barriers(barriers: cute.Pointer):
 
 TILE_FIELDS = tuple(field.name for field in fields(WorkTile))
 TILE_WORDS = -(-len(TILE_FIELDS) // 4) * 4
+"""Words of a work tile in shared memory, moved in fours."""
 
 
 @dataclass(frozen=True)
