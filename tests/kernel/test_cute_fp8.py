@@ -11,6 +11,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     COLUMN_CHOICES,
     word_place,
 )
+from mla_var3.kernel.cute_python.mla.hopper import warps
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
@@ -226,6 +227,7 @@ def test_stages_are_released_behind_the_scales_that_the_means_read(monkeypatch):
         "release": lambda barrier, lane: released.append((barrier, lane)),
     }.items():  # fmt: skip
         monkeypatch.setattr(means, name, value)
+    monkeypatch.setattr(warps, "Int32", lambda number: number)
     waits = iter([1, 1, 1, means.NO_BLOCK])
     monkeypatch.setattr(means, "wait_block", lambda *args: next(waits))
     found = SimpleNamespace(

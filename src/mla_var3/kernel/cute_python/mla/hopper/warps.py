@@ -3,6 +3,8 @@
 A CTA has two consumer warpgroups, which compute, and one producer warp, which loads.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -15,6 +17,17 @@ def release(empty: cute.Pointer, lane: Int32):
     """Arrive at an `empty` barrier: this warp has read what it needs of a buffer."""
     if lane == 0:
         cute.arch.mbarrier_arrive(empty)
+
+
+def lane_behind(lane: Int32, *numbers: Any) -> Int32:
+    """This lane, as a number that follows from others, none of which is negative.
+
+    A warp that loads from a buffer and uses what it loaded later releases it by this lane: the
+    arrival then comes when the numbers have been read. By themselves the two keep no order.
+    """
+    for number in numbers:
+        lane = lane | Int32(number < 0)
+    return lane
 
 
 @cute.jit

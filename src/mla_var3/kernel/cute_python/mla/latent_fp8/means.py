@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum
-from mla_var3.kernel.cute_python.mla.hopper.warps import release
+from mla_var3.kernel.cute_python.mla.hopper.warps import lane_behind, release
 from mla_var3.kernel.cute_python.mla.latent.merge import WATCHER_WARP
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     NO_BLOCK,
@@ -188,9 +188,7 @@ def compute_means(
                 if const_expr(scales is not None):
                     stage = stage_of(number)
                     reference += scales[lane, stage] + scales[lane + 32, stage]
-                    # No scale is negative. An arrival that depends on them comes when they have
-                    # been read.
-                    reader = lane | Int32(reference < 0.0)
+                    reader = lane_behind(lane, reference)
                 cute.arch.sync_warp()
                 release(empty(barriers, stage_of(number)), reader)
                 number += 1

@@ -238,16 +238,19 @@ def send_tile(tile: WorkTile, tiles: cute.Tensor, number: Any) -> None:
     words.fill(0)
     for i, name in enumerate(TILE_FIELDS):
         words[i] = Int32(getattr(tile, name))
-    place = cute.local_tile(tiles[(None, stage_of(number))], (TILE_WORDS,), (0,))
-    cute.autovec_copy(words, place)
+    cute.autovec_copy(words, tile_words(tiles, number))
+
+
+def tile_words(tiles: cute.Tensor, number: Any) -> cute.Tensor:
+    """Where the work tile of a stage is."""
+    return cute.local_tile(tiles[(None, stage_of(number))], (TILE_WORDS,), (0,))
 
 
 def receive_tile(tiles: cute.Tensor, barriers: cute.Pointer, number: Int32) -> WorkTile:
     """Wait for the work tile in the stage of a number, or for one that is not valid."""
     cute.arch.mbarrier_wait(full(barriers, stage_of(number)), phase_of(number))
     words = cute.make_rmem_tensor(TILE_WORDS, Int32)
-    place = cute.local_tile(tiles[(None, stage_of(number))], (TILE_WORDS,), (0,))
-    cute.autovec_copy(place, words)
+    cute.autovec_copy(tile_words(tiles, number), words)
     numbers = {name: words[i] for i, name in enumerate(TILE_FIELDS)}
     return WorkTile(valid=numbers.pop("valid") != 0, **numbers)
 

@@ -17,7 +17,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP,
     WARPGROUP_WARPS,
 )
-from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.warps import lane_behind, release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     QUERY_BYTES,
     QUERY_ROPE_BYTES,
@@ -120,10 +120,8 @@ def round_queries(
         if row < columns:
             latent_at, _ = query_place(shared, number, row)
             scales[r] = words_at(latent_at, 1)[0].bitcast(Float32)
-    # No scale is negative. An arrival that depends on them comes when they have been read.
-    reader = lane | Int32(scales[0] < 0.0) | Int32(scales[1] < 0.0)
     cute.arch.sync_warp()
-    hand_over_queries(barriers, number, reader, columns)
+    hand_over_queries(barriers, number, lane_behind(lane, scales[0], scales[1]), columns)
     return scales[0], scales[1]
 
 

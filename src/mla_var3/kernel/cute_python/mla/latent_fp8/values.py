@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import by_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, WARPGROUP
-from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.warps import lane_behind, release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
     flushes,
@@ -115,8 +115,7 @@ def consume(
     while tile.valid:
         cute.arch.barrier_arrive(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
         acc.fill(0.0)
-        # No tile has fewer than 0 rows. An arrival that depends on it comes when it has been read.
-        release_queries(barriers, base, t % 32 | Int32(tile.rows < 0), columns)
+        release_queries(barriers, base, lane_behind(t % 32, tile.rows), columns)
         base += query_stages(columns)
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         removing = walk_parts(
