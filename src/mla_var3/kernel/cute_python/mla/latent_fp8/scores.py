@@ -12,6 +12,8 @@ key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in
 `weights.py` says what a weight is.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -25,7 +27,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum, two_rows
 from mla_var3.kernel.cute_python.mla.hopper.warps import release
-from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
+from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden, needs_mask
 from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import is_apart, set_apart
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import walk_parts, weigh_means
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
@@ -48,6 +50,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
 from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
     held_scales,
     hide_scores,
+    keep_maxima,
     load_scales,
     opaque,
     store_weights,
@@ -127,6 +130,7 @@ def compute_all_scores(
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
+        keep_maxima(step, stage)
         set_apart(step, first_token, outputs, blocks.keys_bytes, tile, apart, stage, t)
         walk_parts(
             tile, means, phase,
@@ -200,10 +204,12 @@ def weigh_part(
     t: Int32,
 ):
     """Weights of the pairs of KV blocks from `begin` to before `end`; else as `weigh_block`."""
-    ready = Boolean(False)
     uniform = cute.arch.make_warp_uniform
-    for number in cutlass.range(uniform(base + 2 * begin), uniform(base + 2 * end), unroll=1):
-        ready = weigh_block(step, tile, number, base, lowest, stored, t, ready)
+    first = uniform(base + 2 * begin)
+    ready = Boolean(False)
+    masked = hides(step, tile, first, base, lowest)
+    for number in cutlass.range(first, uniform(base + 2 * end), unroll=1):
+        ready, masked = weigh_block(step, tile, number, base, lowest, stored, t, ready, masked)
 
 
 @cute.jit
@@ -216,6 +222,7 @@ def weigh_block(
     stored: Int32,
     t: Int32,
     ready: Boolean,
+    masked: Int32,
 ):
     """Weights of a KV block, whose scores exist, and the scores of the next one.
 
@@ -235,14 +242,19 @@ def weigh_block(
         stored: the first token that is in no block of the tile.
         t: this thread.
         ready: whether the next stage is known to be full.
+        masked: see `hides`.
 
     Returns:
-        Whether the one behind it is.
+        The last two for the next block.
     """
     barriers = step.barriers
     stage = stage_of(number)
-    token = (tile.first + number - base) * KV_BLOCK
-    hide_scores(step, stage, token, lowest, stored, tile, t)
+    if masked != 0:
+        token = (tile.first + number - base) * KV_BLOCK
+        hide_scores(step, stage, token, stored, tile, t)
+    # Found here, where instructions wait for powers of two anyway; see `opaque`.
+    masked = hides(step, tile, number + 1, base, lowest)
+    words_at = opaque(step.words_at + stage * (step.columns * 64))
     words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
     added = cute.make_rmem_tensor(2, Float32)
     added.fill(0.0)
@@ -253,17 +265,31 @@ def weigh_block(
     # the slot of the weights is free.
     if not ready:
         cute.arch.mbarrier_wait(full(barriers, following), phase_of(number + 1))
-    store_weights(step, words, added, stage, number, t)
+    store_weights(step, words, added, stage, number, t, words_at)
     issue_scores(step.mmas, step.work, following)
     # While the scores are computed: what follows them waits for every instruction.
     after = number + 2
     ready = cute.arch.mbarrier_test_wait(full(barriers, stage_of(after)), phase_of(after))
+    keep_maxima(step, following)
     if const_expr(step.scales is not None):
         load_scales(step, following, t % 32)
     warpgroup.wait_group(0)
     cute.arch.sync_warp()
     release(weighed(barriers, stage), t % 32)
-    return ready
+    return ready, masked
+
+
+@cute.jit
+def hides(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    number: Int32,
+    base: Int32,
+    lowest: Int32,
+) -> Int32:
+    """Whether a row does not see all of a KV block, by its number: not 0. Tokens may be missing."""
+    token = (tile.first + number - base) * KV_BLOCK
+    return opaque(Int32(needs_mask(token, lowest, tile, step.scheduler)))
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     thread_max,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
-from mla_var3.kernel.cute_python.mla.latent.mask import needs_mask, row_begin, row_limit
+from mla_var3.kernel.cute_python.mla.latent.mask import row_begin, row_limit
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     FIRST_BITS,
@@ -75,7 +75,6 @@ def hide_scores(
     step: cutlass.Constexpr,
     stage: Int32,
     token: Int32,
-    lowest: Int32,
     stored: Int32,
     tile: cutlass.Constexpr,
     t: Int32,
@@ -86,7 +85,7 @@ def hide_scores(
         step: `ScoreStep`.
         stage: the block's stage.
         token: the block's first token.
-        lowest, stored, tile, t: see `weigh_block`.
+        stored, tile, t: see `weigh_block`.
     """
     scales, s = step.scales, step.work.s
     lane = t % 32
@@ -95,13 +94,12 @@ def hide_scores(
         if token + KV_BLOCK > stored:
             clear_scales(scales, stage, stored - token, t)
             load_scales(step, stage, lane)
-    if needs_mask(token, lowest, tile, step.scheduler):
-        limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
-        for r in cutlass.range_constexpr(2):
-            limits[r] = row_limit(tile, row0 + 8 * r, step.scheduler)
-            if const_expr(step.scheduler.window is not None):
-                begins[r] = row_begin(tile, row0 + 8 * r, step.scheduler)
-        mask(s, token, limits, begins, lane, row0, tile, step.scheduler)
+    limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
+    for r in cutlass.range_constexpr(2):
+        limits[r] = row_limit(tile, row0 + 8 * r, step.scheduler)
+        if const_expr(step.scheduler.window is not None):
+            begins[r] = row_begin(tile, row0 + 8 * r, step.scheduler)
+    mask(s, token, limits, begins, lane, row0, tile, step.scheduler)
 
 
 @cute.jit
@@ -112,6 +110,7 @@ def store_weights(
     stage: Int32,
     number: Int32,
     t: Int32,
+    words_at: Int32,
 ):
     """Weights of a KV block into shared memory, and its sums to those of the rows.
 
@@ -124,13 +123,13 @@ def store_weights(
         stage: the block's stage, and slot of its weights.
         number: of that stage.
         t: this thread.
+        words_at: where this thread's first weights go.
     """
     state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
-    scale = cute.make_rmem_tensor(2, Float32)
-    scale.fill(1.0)
-    if cute.arch.vote_ballot_sync(any_saturated(words)) != 0:
+    if cute.arch.vote_any_sync(any_saturated(words)):
+        scale = cute.make_rmem_tensor(2, Float32)
         best = cute.make_rmem_tensor(2, Float32)
         hidden_lane = opaque(lane)
         highest_exponents(s, best, state, scales, stage, hidden_lane)
@@ -146,13 +145,7 @@ def store_weights(
             weigh(s, state, stored_scales(scales, stage, hidden_lane), g, words, added)
         if lane == 0:
             exchange.risen[stage] = number
-    if lane % 4 == 0:
-        at = step.rescales_at + stage * (ROWS * 4)
-        cute.arch.inline_ptx(
-            "st.shared.f32 [{$r0}], {$r1}; st.shared.f32 [{$r0} + 32], {$r2};",
-            read_only_args=[at, scale[0], scale[1]],
-        )
-    words_at = step.words_at + stage * (step.columns * 64)
+        store_rescales(step, stage, scale[0], scale[1])
     for r in cutlass.range_constexpr(2):
         # The sums of even and odd blocks apart, see `means.py`.
         total = state.sums[r] + added[r]
@@ -165,6 +158,19 @@ def store_weights(
             else:
                 if row < step.columns:
                     put(words_at ^ (g * 16), r * 512, words[g, r])
+
+
+def keep_maxima(step: Any, stage: Any) -> None:
+    """Factors of a KV block in which no maximum has risen; stored early, and again if one has."""
+    store_rescales(step, stage, Float32(1.0), Float32(1.0))
+
+
+def store_rescales(step: Any, stage: Any, first: Float32, second: Float32) -> None:
+    """Factors of this thread's two rows into shared memory; four threads write the same."""
+    cute.arch.inline_ptx(
+        "st.shared.f32 [{$r0}], {$r1}; st.shared.f32 [{$r0} + 32], {$r2};",
+        read_only_args=[step.rescales_at + stage * (ROWS * 4), first, second],
+    )
 
 
 def put(at: Any, offset: int, word: Any) -> None:
