@@ -234,6 +234,7 @@ class LatentFp8Sm90(ClusterHost):
         self.latent_fp8(
             mma(element, KV_BLOCK, shared),
             mma(rope_element, KV_BLOCK, shared),
+            mma(element, KV_BLOCK, registers),
             mma(element, self.columns, registers),
             copies_of(
                 pages_of(
@@ -279,6 +280,7 @@ class LatentFp8Sm90(ClusterHost):
         self,
         qk_mma: cute.TiledMma,
         rope_mma: cute.TiledMma,
+        held_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
         latent: TmaTensor,
         rope: TmaTensor,
@@ -373,7 +375,7 @@ class LatentFp8Sm90(ClusterHost):
             else:
                 cute.arch.setmaxregister_decrease(score_registers)
             compute_all_scores(
-                Mmas(qk_mma, rope_mma), blocks, barriers, exchange, means, first_token, outputs,
+                Mmas(qk_mma, rope_mma, held_mma), blocks, barriers, exchange, means, first_token, outputs,
                 whole_scale(cache_scale), scale_log2e, scheduler, self.columns, self.dtype,
             )  # fmt: skip
         elif warp_index >= PRODUCER_WARP:

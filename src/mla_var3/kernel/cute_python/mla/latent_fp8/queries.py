@@ -36,6 +36,8 @@ LANE_COLUMNS = 8
 """Neighbouring columns of a row that a lane rounds at once: 16 bytes in 16 bits."""
 PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
+HELD_STEPS = 8
+"""Products of a score whose queries are in registers"""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
 STEP_ROWS = WARPGROUP_WARPS * ROWS_AT_ONCE
@@ -123,6 +125,33 @@ def round_queries(
     cute.arch.sync_warp()
     hand_over_queries(barriers, number, lane_behind(lane, scales[0], scales[1]), columns)
     return scales[0], scales[1]
+
+
+def held_tensor(columns: int) -> cute.Tensor | None:
+    """Registers for the first columns of the queries: operand A, (byte, M tile, k)."""
+    if columns < ROWS:
+        return None
+    layout = cute.make_layout(((4, 2, 2), 1, HELD_STEPS), stride=((1, 4, 8), 0, 16))
+    return cute.make_rmem_tensor(layout, Float8E4M3FN)
+
+
+def hold_queries(held: cute.Tensor | None, q_bytes: cute.Pointer, t: Int32) -> None:
+    """Load the first columns of the rounded queries to registers."""
+    if held is None:
+        return
+    words = cute.recast_tensor(held, Int32)
+    row = t // 32 * 16 + t % 16
+    for k in range(cute.size(held, mode=[2])):
+        chunk = (k % 4 * 2 + t % 32 // 16) ^ (t % 8)
+        at = q_bytes.toint() + (k // 4 * TILE_BYTES + row * 128 + chunk * 16)
+        found = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+            " { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[at],
+        )
+        for i in range(4):
+            words[(0, i % 2, i // 2), 0, k] = found[i]
 
 
 def hand_over_queries(barriers: Any, number: Any, lane: Any, columns: int) -> None:

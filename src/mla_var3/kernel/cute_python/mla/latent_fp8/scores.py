@@ -38,7 +38,12 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     stage_of,
     weighed,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.queries import clear_queries, round_queries
+from mla_var3.kernel.cute_python.mla.latent_fp8.queries import (
+    clear_queries,
+    held_tensor,
+    hold_queries,
+    round_queries,
+)
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
     MOST_RISE,
@@ -93,7 +98,7 @@ def compute_all_scores(
         mmas.rope.make_fragment_A(thr_r.partition_A(exchange.q_rope)),
         mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
         mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
-        acc, two_rows(acc, KV_BLOCK),
+        held_tensor(columns), acc, two_rows(acc, KV_BLOCK),
     )  # fmt: skip
     state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
     per_token = blocks.scales is not None
@@ -113,6 +118,7 @@ def compute_all_scores(
     while tile.valid:
         q_scales = round_queries(blocks, exchange, barriers, base, t, columns, dtype)
         base += query_stages(columns)
+        hold_queries(work.held, exchange.q_bytes, t)
         state.sums.fill(0.0)
         state.other_sums.fill(0.0)
         state.top.fill(SCORE_FLOOR)
@@ -296,7 +302,9 @@ def hides(
 def issue_scores(mmas: cutlass.Constexpr, work: cutlass.Constexpr, stage: Int32):
     """Issue the scores of the KV block of a stage; does not wait."""
     latent_steps, rope_steps = (cute.size(q, mode=[2]) for q in (work.q, work.q_rope))
-    steps = [(work.q, work.keys, mmas.qk, k) for k in range(latent_steps)]
+    held = 0 if work.held is None else cute.size(work.held, mode=[2])
+    steps = [(work.held, work.keys, mmas.held, k) for k in range(held)]
+    steps += [(work.q, work.keys, mmas.qk, k) for k in range(held, latent_steps)]
     steps += [(work.q_rope, work.rope, mmas.rope, k) for k in range(rope_steps)]
     warpgroup.fence()
     for i in cutlass.range_constexpr(len(steps)):

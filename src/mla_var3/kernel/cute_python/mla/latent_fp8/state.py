@@ -154,10 +154,11 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Mmas:
-    """Scores and their rope part."""
+    """Scores, their rope part, and scores of queries in registers."""
 
     qk: Any
     rope: Any
+    held: Any
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ class ScoreFragments:
 
     Attributes:
         q, q_rope, keys, rope: in shared memory.
+        held: the first columns of the queries in registers, or None.
         acc: scores, and as [row of this thread, (column of a pair, group of 8 columns)] `s`.
     """
 
@@ -173,6 +175,7 @@ class ScoreFragments:
     q_rope: Any
     keys: Any
     rope: Any
+    held: Any
     acc: Any
     s: Any
 
