@@ -98,7 +98,7 @@ def compute_all_scores(
         mmas.rope.make_fragment_A(thr_r.partition_A(exchange.q_rope)),
         mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
         mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
-        held_tensor(columns, blocks.scales is not None), acc, two_rows(acc, KV_BLOCK),
+        held_tensor(columns), acc, two_rows(acc, KV_BLOCK),
     )  # fmt: skip
     state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
     per_token = blocks.scales is not None

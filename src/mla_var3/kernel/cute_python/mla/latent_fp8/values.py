@@ -183,28 +183,13 @@ def load_block(
         exists: whether it is there.
         t, group: this thread and its warpgroup.
     """
-    await_block(step, number, valid, exists, t, group)
-    for k in cutlass.range_constexpr(2):
-        load_half(step, number, k)
-
-
-@cute.jit
-def await_block(
-    step: cutlass.Constexpr, number: Int32, valid: Int32, exists: Boolean, t: Int32, group: Int32
-):
-    """Wait for a KV block, if it exists, and clear the values of tokens that do not."""
     stage = cute.arch.make_warp_uniform(stage_of(number))
     if exists:
         cute.arch.mbarrier_wait(full(step.barriers, stage), phase_of(number))
         if valid < KV_BLOCK:
             clear_values(step.places, stage, valid, t, group)
-
-
-@cute.jit
-def load_half(step: cutlass.Constexpr, number: Int32, k: cutlass.Constexpr):
-    """The values of half of a KV block's tokens into registers."""
-    stage = cute.arch.make_warp_uniform(stage_of(number))
-    load_values(step.work.values, step.places, stage, k)
+    for k in cutlass.range_constexpr(2):
+        load_values(step.work.values, step.places, stage, k)
 
 
 @cute.jit
@@ -227,10 +212,8 @@ def add_block(
         add_values(step.mma, work, stage, k)
     # Not before its products are issued: `ldmatrix` may still be reading then.
     release(empty(barriers, stage), lane)
-    await_block(step, number + 1, valid - KV_BLOCK, more, t, group)
-    for k in cutlass.range_constexpr(2):
-        warpgroup.wait_group(1 - k)
-        load_half(step, number + 1, k)
+    warpgroup.wait_group(0)
+    load_block(step, number + 1, valid - KV_BLOCK, more, t, group)
 
 
 def places_offset(t: Any) -> Any:
