@@ -36,7 +36,7 @@ LANE_COLUMNS = 8
 """Neighbouring columns of a row that a lane rounds at once: 16 bytes in 16 bits."""
 PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
-HELD_STEPS = 8
+HELD_STEPS, HELD_PER_TOKEN = 8, 4
 """Products of a score whose queries are in registers"""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
@@ -127,11 +127,11 @@ def round_queries(
     return scales[0], scales[1]
 
 
-def held_tensor(columns: int) -> cute.Tensor | None:
+def held_tensor(columns: int, per_token: bool) -> cute.Tensor | None:
     """Registers for the first columns of the queries: operand A, (byte, M tile, k)."""
     if columns < ROWS:
         return None
-    layout = cute.make_layout(((4, 2, 2), 1, HELD_STEPS), stride=((1, 4, 8), 0, 16))
+    layout = cute.make_layout(((4, 2, 2), 1, HELD_PER_TOKEN if per_token else HELD_STEPS), stride=((1, 4, 8), 0, 16))
     return cute.make_rmem_tensor(layout, Float8E4M3FN)
 
 

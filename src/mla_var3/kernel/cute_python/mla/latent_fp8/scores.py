@@ -63,6 +63,9 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
 )
 
 
+LAST_SCORES = 4
+
+
 @cute.jit
 def compute_all_scores(
     mmas: cutlass.Constexpr,
@@ -98,7 +101,7 @@ def compute_all_scores(
         mmas.rope.make_fragment_A(thr_r.partition_A(exchange.q_rope)),
         mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
         mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
-        held_tensor(columns), acc, two_rows(acc, KV_BLOCK),
+        held_tensor(columns, blocks.scales is not None), acc, two_rows(acc, KV_BLOCK),
     )  # fmt: skip
     state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
     per_token = blocks.scales is not None
@@ -279,9 +282,10 @@ def weigh_block(
     keep_maxima(step, following)
     if const_expr(step.scales is not None):
         load_scales(step, following, t % 32)
-    warpgroup.wait_group(0)
+    warpgroup.wait_group(1)
     cute.arch.sync_warp()
     release(weighed(barriers, stage), t % 32)
+    warpgroup.wait_group(0)
     return ready, masked
 
 
@@ -312,4 +316,6 @@ def issue_scores(mmas: cutlass.Constexpr, work: cutlass.Constexpr, stage: Int32)
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, i > 0)
         cute.gemm(atom, work.acc, queries[(None, None, k)], keys[(None, None, k, stage)], work.acc)
+        if const_expr(i == len(steps) - LAST_SCORES - 1):
+            warpgroup.commit_group()
     warpgroup.commit_group()
