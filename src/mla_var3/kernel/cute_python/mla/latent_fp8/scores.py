@@ -53,17 +53,15 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     ScoreStep,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
-    held_scales,
     hide_scores,
     keep_maxima,
     load_scales,
     opaque,
-    store_weights,
     weigh,
 )
 
 
-LAST_SCORES = 4
+LAST_SCORES = 1
 
 
 @cute.jit
@@ -257,24 +255,18 @@ def weigh_block(
         The last two for the next block.
     """
     barriers = step.barriers
-    stage = stage_of(number)
+    stage, following = stage_of(number), stage_of(number + 1)
+    # The next stage has been released, and with it all products of the block in front of that one:
+    # the slot of the weights is free.
+    if not ready:
+        cute.arch.mbarrier_wait(full(barriers, following), phase_of(number + 1))
     if masked != 0:
         token = (tile.first + number - base) * KV_BLOCK
         hide_scores(step, stage, token, stored, tile, t)
     # Found here, where instructions wait for powers of two anyway; see `opaque`.
     masked = hides(step, tile, number + 1, base, lowest)
     words_at = opaque(step.words_at + stage * (step.columns * 64))
-    words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
-    added = cute.make_rmem_tensor(2, Float32)
-    added.fill(0.0)
-    for g in cutlass.range_constexpr(KV_BLOCK // 16):
-        weigh(step.work.s, step.state, held_scales(step.tokens), g, words, added)
-    following = stage_of(number + 1)
-    # The next stage has been released, and with it all products of the block in front of that one:
-    # the slot of the weights is free.
-    if not ready:
-        cute.arch.mbarrier_wait(full(barriers, following), phase_of(number + 1))
-    store_weights(step, words, added, stage, number, t, words_at)
+    weigh(step, stage, number, t, words_at)
     issue_scores(step.mmas, step.work, following)
     # While the scores are computed: what follows them waits for every instruction.
     after = number + 2

@@ -103,15 +103,7 @@ def hide_scores(
 
 
 @cute.jit
-def store_weights(
-    step: cutlass.Constexpr,
-    words: cute.Tensor,
-    added: cute.Tensor,
-    stage: Int32,
-    number: Int32,
-    t: Int32,
-    words_at: Int32,
-):
+def weigh(step: cutlass.Constexpr, stage: Int32, number: Int32, t: Int32, words_at: Int32):
     """Weights of a KV block into shared memory, and its sums to those of the rows.
 
     The maximum of a row is not computed as long as no weight saturates: the weights are those with
@@ -119,8 +111,7 @@ def store_weights(
 
     Args:
         step: `ScoreStep`.
-        words, added: see `weigh`.
-        stage: the block's stage, and slot of its weights.
+        stage: the block's stage, and slot of its weights, which is free.
         number: of that stage.
         t: this thread.
         words_at: where this thread's first weights go.
@@ -128,7 +119,9 @@ def store_weights(
     state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
-    if cute.arch.vote_any_sync(any_saturated(words)):
+    added = cute.make_rmem_tensor(2, Float32)
+    saturated = weigh_tokens(step, held_scales(step.tokens), added, row0, words_at)
+    if cute.arch.vote_any_sync(saturated):
         scale = cute.make_rmem_tensor(2, Float32)
         best = cute.make_rmem_tensor(2, Float32)
         hidden_lane = opaque(lane)
@@ -140,9 +133,7 @@ def store_weights(
         raise_max(best, state.top, scale, state.sums, Float32(1.0), margin)
         for r in cutlass.range_constexpr(2):
             state.other_sums[r] = state.other_sums[r] * scale[r]
-        added.fill(0.0)
-        for g in cutlass.range_constexpr(KV_BLOCK // 16):
-            weigh(s, state, stored_scales(scales, stage, hidden_lane), g, words, added)
+        weigh_tokens(step, stored_scales(scales, stage, hidden_lane), added, row0, words_at)
         if lane == 0:
             exchange.risen[stage] = number
         store_rescales(step, stage, scale[0], scale[1])
@@ -151,13 +142,6 @@ def store_weights(
         total = state.sums[r] + added[r]
         state.sums[r] = state.other_sums[r]
         state.other_sums[r] = total
-        row = row0 + 8 * r
-        for g in cutlass.range_constexpr(KV_BLOCK // 16):
-            if const_expr(step.columns == ROWS):
-                put(words_at ^ (g * 16), r * 512, words[g, r])
-            else:
-                if row < step.columns:
-                    put(words_at ^ (g * 16), r * 512, words[g, r])
 
 
 def keep_maxima(step: Any, stage: Any) -> None:
@@ -191,60 +175,60 @@ def opaque(value: Any) -> Any:
 
 
 @cute.jit
-def weigh(
-    s: cute.Tensor,
-    state: cutlass.Constexpr,
+def weigh_tokens(
+    step: cutlass.Constexpr,
     scales_of: cutlass.Constexpr,
-    g: cutlass.Constexpr,
-    words: cute.Tensor,
     added: cute.Tensor,
-):
-    """Weights of this thread's scores of 16 tokens, in the order of `values.py`.
+    row0: Int32,
+    words_at: Int32,
+) -> Boolean:
+    """Weights of this thread's scores, stored word by word, in the order of `values.py`.
 
     Args:
-        s: scores of two rows.
-        state: `ScoreState`.
+        step: `ScoreStep`.
         scales_of: `held_scales` or `stored_scales`.
-        g: which of the block's tokens.
-        words: a word of weights per 16 tokens and row, written.
-        added: sums of the probabilities, to which these are added.
+        added: sums of the probabilities, written.
+        row0: this thread's first row.
+        words_at: where its first weights go.
+
+    Returns:
+        Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative. It says so
+        of others too if a byte is above 0x7f, whose sum would carry into the next one.
     """
+    s, state = step.work.s, step.state
     bases = (WEIGHT_BITS - state.top[0], WEIGHT_BITS - state.top[1])
-    weights, probabilities = (cute.make_rmem_tensor((4, 2), Float32) for _ in range(2))
-    for half in cutlass.range_constexpr(2):
-        j = 2 * g + half
-        factors = (1.0, 1.0) if const_expr(scales_of is None) else scales_of(j)
-        for r in cutlass.range_constexpr(2):
-            for e in cutlass.range_constexpr(2):
-                score = s[r, (e, j)]
-                if const_expr(scales_of is not None):
-                    score = score * factors[e]
-                # Else the compiler shares products with the rare second computation where it likes,
-                # and programs differ in the last bit of a sum.
-                power = cute.math.fma(score, state.factors[r], bases[r])
-                p = cute.math.exp2(power, fastmath=True)
-                probabilities[2 * half + e, r] = p
-                if const_expr(scales_of is not None):
-                    p = p * factors[e]
-                weights[2 * half + e, r] = p
-    for r in cutlass.range_constexpr(2):
-        added[r] = added[r] + sum_in_pairs([probabilities[i, r] for i in range(4)])
-    narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
-    narrow.store(weights.load().to(Float8E4M3FN))
-    packed = cute.recast_tensor(narrow, Int32)
-    for r in cutlass.range_constexpr(2):
-        words[g, r] = packed[0, r]
-
-
-@cute.jit
-def any_saturated(words: cute.Tensor) -> Boolean:
-    """Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative.
-
-    It says so of others too if a byte is above 0x7f, whose sum would carry into the next one.
-    """
     found = Int32(0)
-    for i in cutlass.range_constexpr(cute.size(words)):
-        found |= words[i] + 0x02020202
+    added.fill(0.0)
+    for g in cutlass.range_constexpr(KV_BLOCK // 16):
+        weights, probabilities = (cute.make_rmem_tensor((4, 2), Float32) for _ in range(2))
+        for half in cutlass.range_constexpr(2):
+            j = 2 * g + half
+            factors = (1.0, 1.0) if const_expr(scales_of is None) else scales_of(j)
+            for r in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    score = s[r, (e, j)]
+                    if const_expr(scales_of is not None):
+                        score = score * factors[e]
+                    # Else the compiler shares products with the rare second computation where it
+                    # likes, and programs differ in the last bit of a sum.
+                    power = cute.math.fma(score, state.factors[r], bases[r])
+                    p = cute.math.exp2(power, fastmath=True)
+                    probabilities[2 * half + e, r] = p
+                    if const_expr(scales_of is not None):
+                        p = p * factors[e]
+                    weights[2 * half + e, r] = p
+        for r in cutlass.range_constexpr(2):
+            added[r] = added[r] + sum_in_pairs([probabilities[i, r] for i in range(4)])
+        narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
+        narrow.store(weights.load().to(Float8E4M3FN))
+        packed = cute.recast_tensor(narrow, Int32)
+        for r in cutlass.range_constexpr(2):
+            found |= packed[0, r] + 0x02020202
+            if const_expr(step.columns == ROWS):
+                put(words_at ^ (g * 16), r * 512, packed[0, r])
+            else:
+                if row0 + 8 * r < step.columns:
+                    put(words_at ^ (g * 16), r * 512, packed[0, r])
     return (found & Int32(-0x7F7F7F80)) != 0
 
 
