@@ -160,7 +160,7 @@ class LatentFp8Sm90(ClusterHost):
         rope_step = 16 * 8 // rope_element.width  # elements of 16 bytes
         wide = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
         rope_atom = warpgroup.make_smem_layout_atom(rope_kind, rope_element)
-        p_atom = warpgroup.make_smem_layout_atom(kinds.K_SW64, element)
+        p_atom = warpgroup.make_smem_layout_atom(kinds.K_INTER, element)
 
         def pages_of(pointer, columns, stride, page_stride, step):
             shape = (sizes.page_tokens, columns, sizes.pages)
@@ -411,7 +411,8 @@ class LatentFp8Sm90(ClusterHost):
                 cute.arch.griddepcontrol_wait()
             consume(
                 pv_mma, keys_bytes, barriers, exchange, means, first_token, outputs,
-                whole_scale(cache_scale), scheduler, work_tiles, self.columns, self.dtype, mailbox,
+                whole_scale(cache_scale), self.per_token, scheduler, work_tiles, self.columns,
+                self.dtype, mailbox,
             )  # fmt: skip
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does

@@ -321,7 +321,8 @@ def weigh_means(step: cutlass.Constexpr, means: cutlass.Constexpr, pairs: Int32,
     own_words = cute.recast_tensor(means.weights, Int32)
     for r in cutlass.range_constexpr(2):
         row = row0 + 8 * r
-        lesser = cute.arch.fmin(row_sum(state.sums[r]), row_sum(state.other_sums[r]))
+        even_odd = row_sum(state.sums[r]), cute.math.absf(row_sum(state.odd[r]))
+        lesser = (even_odd[0] - even_odd[1]) * 0.5
         fall = state.removed_top[r] - state.top[r]
         removed = state.removed[r] * cute.math.exp2(fall, fastmath=True)
         word, weight = rounded((lesser * ahead - removed) * (1.0 / MEAN_COPIES))

@@ -36,7 +36,7 @@ LANE_COLUMNS = 8
 """Neighbouring columns of a row that a lane rounds at once: 16 bytes in 16 bits."""
 PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
-HELD_STEPS, HELD_PER_TOKEN = 12, 4
+HELD_STEPS, HELD_PER_TOKEN = 8, 4
 """Products of a score whose queries are in registers"""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""

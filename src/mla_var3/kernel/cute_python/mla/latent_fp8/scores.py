@@ -26,7 +26,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum, two_rows
-from mla_var3.kernel.cute_python.mla.hopper.warps import release
+from mla_var3.kernel.cute_python.mla.hopper.warps import keep_order, release
 from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden, needs_mask
 from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import is_apart, set_apart
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import walk_parts, weigh_means
@@ -47,6 +47,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.queries import (
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
     MOST_RISE,
+    WEIGHT_BITS,
     Handover,
     ScoreFragments,
     ScoreState,
@@ -101,11 +102,11 @@ def compute_all_scores(
         mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
         held_tensor(columns, blocks.scales is not None), acc, two_rows(acc, KV_BLOCK),
     )  # fmt: skip
-    state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(7)))
+    state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(8)))
     per_token = blocks.scales is not None
     tokens = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32) if const_expr(per_token) else None
     # Opaque, so that the compiler keeps them: it would compute them again in every KV block.
-    words_at = opaque(exchange.p_bytes.toint() + row0 * 64 + t % 32 // 8 * 16 + t % 4 * 4)
+    words_at = opaque(exchange.p_bytes.toint() + t // 32 * 256 + t % 32 * 4)
     rescales_at = opaque(exchange.scales.iterator.toint() + row0 * 4)
     step = ScoreStep(
         mmas, work, state, exchange, blocks.scales, tokens, barriers, scheduler, columns, words_at,
@@ -121,8 +122,9 @@ def compute_all_scores(
         base += query_stages(columns)
         hold_queries(work.held, exchange.q_bytes, t)
         state.sums.fill(0.0)
-        state.other_sums.fill(0.0)
+        state.odd.fill(0.0)
         state.top.fill(SCORE_FLOOR)
+        state.bases.fill(WEIGHT_BITS - SCORE_FLOOR)
         state.removed.fill(0.0)
         state.removed_top.fill(SCORE_FLOOR)
         for i in cutlass.range_constexpr(2):
@@ -177,7 +179,7 @@ def publish_tile(step: cutlass.Constexpr, means: cutlass.Constexpr, t: Int32):
     """What the value warpgroups need of the rows when a tile ends."""
     state, exchange = step.state, step.exchange
     for r in cutlass.range_constexpr(2):
-        state.sums[r] = row_sum(state.sums[r] + state.other_sums[r])
+        state.sums[r] = row_sum(state.sums[r])
         fall = state.removed_top[r] - state.top[r]
         state.removed[r] = state.removed[r] * cute.math.exp2(fall, fastmath=True)
         state.carried[r] = cute.math.exp2(state.carried[r] - state.top[r], fastmath=True)
@@ -215,8 +217,11 @@ def weigh_part(
     first = uniform(base + 2 * begin)
     ready = Boolean(False)
     masked = hides(step, tile, first, base, lowest)
+    words_at = words_of(step, first)
     for number in cutlass.range(first, uniform(base + 2 * end), unroll=1):
-        ready, masked = weigh_block(step, tile, number, base, lowest, stored, t, ready, masked)
+        ready, masked, words_at = weigh_block(
+            step, tile, number, base, lowest, stored, t, ready, masked, words_at
+        )
 
 
 @cute.jit
@@ -230,6 +235,7 @@ def weigh_block(
     t: Int32,
     ready: Boolean,
     masked: Int32,
+    words_at: Int32,
 ):
     """Weights of a KV block, whose scores exist, and the scores of the next one.
 
@@ -250,9 +256,10 @@ def weigh_block(
         t: this thread.
         ready: whether the next stage is known to be full.
         masked: see `hides`.
+        words_at: see `words_of`.
 
     Returns:
-        The last two for the next block.
+        The last three for the next block.
     """
     barriers = step.barriers
     stage, following = stage_of(number), stage_of(number + 1)
@@ -263,14 +270,14 @@ def weigh_block(
     if masked != 0:
         token = (tile.first + number - base) * KV_BLOCK
         hide_scores(step, stage, token, stored, tile, t)
-    # Found here, where instructions wait for powers of two anyway; see `opaque`.
-    masked = hides(step, tile, number + 1, base, lowest)
-    words_at = opaque(step.words_at + stage * (step.columns * 64))
     weigh(step, stage, number, t, words_at)
     issue_scores(step.mmas, step.work, following)
     # While the scores are computed: what follows them waits for every instruction.
     after = number + 2
     ready = cute.arch.mbarrier_test_wait(full(barriers, stage_of(after)), phase_of(after))
+    masked = hides(step, tile, number + 1, base, lowest)
+    words_at = words_of(step, number + 1)
+    keep_order((words_at | masked).bitcast(Float32))
     keep_maxima(step, following)
     if const_expr(step.scales is not None):
         load_scales(step, following, t % 32)
@@ -278,7 +285,7 @@ def weigh_block(
     cute.arch.sync_warp()
     release(weighed(barriers, stage), t % 32)
     warpgroup.wait_group(0)
-    return ready, masked
+    return ready, masked, words_at
 
 
 @cute.jit
@@ -292,6 +299,11 @@ def hides(
     """Whether a row does not see all of a KV block, by its number: not 0. Tokens may be missing."""
     token = (tile.first + number - base) * KV_BLOCK
     return opaque(Int32(needs_mask(token, lowest, tile, step.scheduler)))
+
+
+def words_of(step: Any, number: Any) -> Any:
+    """Where this thread's first weights of the KV block of a number go."""
+    return opaque(step.words_at + stage_of(number) * (step.columns * 64))
 
 
 @cute.jit

@@ -185,8 +185,9 @@ class ScoreState:
     """Numbers of a thread of the score warpgroup, per row.
 
     Attributes:
-        sums, other_sums: sums of its probabilities, of every other KV block.
-        top: running maximum.
+        sums: of its probabilities.
+        odd: those of every other KV block over those of the others, with either sign (`means.py`).
+        top: running maximum, and in `bases` what brings powers of two below it to weights.
         factors: from scores to powers of two.
         carried: maximum to which the output in memory is relative (`flush_factors`).
         removed, removed_top: what was subtracted from a row, in weights of the means, and the
@@ -194,8 +195,9 @@ class ScoreState:
     """
 
     sums: Any
-    other_sums: Any
+    odd: Any
     top: Any
+    bases: Any
     factors: Any
     carried: Any
     removed: Any
@@ -255,6 +257,10 @@ class ValueStep:
         places: where this lane reads values.
         barriers: mbarriers.
         columns: query rows on the N side.
+        load_early: whether values are loaded to registers as soon as half of the products of the
+            KV block before are done. Where the score warpgroup takes longer, with scales per token,
+            that is 3 % faster; with one scale it is 5 % slower, for loads of values and powers of
+            two are in each other's way (docs/results/2026-11-19-nvidia-h200-fp8-held-rows.json).
     """
 
     mma: Any
@@ -263,3 +269,4 @@ class ValueStep:
     places: Any
     barriers: Any
     columns: Any
+    load_early: Any

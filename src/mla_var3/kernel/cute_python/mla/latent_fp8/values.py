@@ -21,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import by_row
@@ -71,6 +71,7 @@ def consume(
     first_token: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     cache_scale: Float32,
+    per_token: cutlass.Constexpr,
     scheduler: cutlass.Constexpr,
     tiles: cute.Tensor,
     columns: cutlass.Constexpr,
@@ -88,6 +89,7 @@ def consume(
         first_token: `FirstToken`.
         outputs: `latent.ops.Outputs`.
         cache_scale: the scale of the whole cache; 1 with scales per token.
+        per_token: whether there are scales per token.
         scheduler: what decides the CTA's work tiles.
         tiles: see `producer.send_tile`.
         columns: query rows on the N side.
@@ -108,7 +110,7 @@ def consume(
     # row; the odd M tiles of a column tile lie 64 bytes further.
     first = keys_bytes.toint() + group * (2 * TILE_BYTES)
     places = (first + places_offset(t), first + (places_offset(t) ^ 64))
-    step = ValueStep(mma, work, exchange, places, barriers, columns)
+    step = ValueStep(mma, work, exchange, places, barriers, columns, per_token)
     tile = receive_tile(tiles, barriers, Int32(0))
     base = Int32(0)
     phase = Int32(0)
@@ -183,13 +185,27 @@ def load_block(
         exists: whether it is there.
         t, group: this thread and its warpgroup.
     """
+    await_block(step, number, valid, exists, t, group)
+    for k in cutlass.range_constexpr(2):
+        load_half(step, number, k)
+
+
+@cute.jit
+def await_block(
+    step: cutlass.Constexpr, number: Int32, valid: Int32, exists: Boolean, t: Int32, group: Int32
+):
+    """Wait for a KV block if it exists, and clear the values of tokens that do not."""
     stage = cute.arch.make_warp_uniform(stage_of(number))
     if exists:
         cute.arch.mbarrier_wait(full(step.barriers, stage), phase_of(number))
         if valid < KV_BLOCK:
             clear_values(step.places, stage, valid, t, group)
-    for k in cutlass.range_constexpr(2):
-        load_values(step.work.values, step.places, stage, k)
+
+
+def load_half(step: Any, number: Any, k: int) -> None:
+    """Values of half of a KV block's tokens into registers."""
+    stage = cute.arch.make_warp_uniform(stage_of(number))
+    load_values(step.work.values, step.places, stage, k)
 
 
 @cute.jit
@@ -212,8 +228,14 @@ def add_block(
         add_values(step.mma, work, stage, k)
     # Not before its products are issued: `ldmatrix` may still be reading then.
     release(empty(barriers, stage), lane)
-    warpgroup.wait_group(0)
-    load_block(step, number + 1, valid - KV_BLOCK, more, t, group)
+    if const_expr(step.load_early):
+        await_block(step, number + 1, valid - KV_BLOCK, more, t, group)
+        for k in cutlass.range_constexpr(2):
+            warpgroup.wait_group(1 - k)
+            load_half(step, number + 1, k)
+    else:
+        warpgroup.wait_group(0)
+        load_block(step, number + 1, valid - KV_BLOCK, more, t, group)
 
 
 def places_offset(t: Any) -> Any:

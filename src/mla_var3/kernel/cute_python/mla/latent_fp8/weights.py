@@ -132,16 +132,15 @@ def weigh(step: cutlass.Constexpr, stage: Int32, number: Int32, t: Int32, words_
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
         raise_max(best, state.top, scale, state.sums, Float32(1.0), margin)
         for r in cutlass.range_constexpr(2):
-            state.other_sums[r] = state.other_sums[r] * scale[r]
+            state.odd[r] = state.odd[r] * scale[r]
+            state.bases[r] = WEIGHT_BITS - state.top[r]
         weigh_tokens(step, stored_scales(scales, stage, hidden_lane), added, row0, words_at)
         if lane == 0:
             exchange.risen[stage] = number
         store_rescales(step, stage, scale[0], scale[1])
     for r in cutlass.range_constexpr(2):
-        # The sums of even and odd blocks apart, see `means.py`.
-        total = state.sums[r] + added[r]
-        state.sums[r] = state.other_sums[r]
-        state.other_sums[r] = total
+        state.sums[r] = state.sums[r] + added[r]
+        state.odd[r] = added[r] - state.odd[r]
 
 
 def keep_maxima(step: Any, stage: Any) -> None:
@@ -157,7 +156,23 @@ def store_rescales(step: Any, stage: Any, first: Float32, second: Float32) -> No
     )
 
 
-def put(at: Any, offset: int, word: Any) -> None:
+@cute.jit
+def put(
+    at: Int32,
+    offset: cutlass.Constexpr,
+    word: Int32,
+    row: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Write a word of weights to shared memory, if the row is one of the second product."""
+    if const_expr(columns == ROWS):
+        store_word(at, offset, word)
+    else:
+        if row < columns:
+            store_word(at, offset, word)
+
+
+def store_word(at: Any, offset: int, word: Any) -> None:
     """Write a word to shared memory."""
     cute.arch.inline_ptx(f"st.shared.b32 [{{$r0}} + {offset}], {{$r1}};", read_only_args=[at, word])
 
@@ -174,13 +189,8 @@ def opaque(value: Any) -> Any:
     )
 
 
-@cute.jit
 def weigh_tokens(
-    step: cutlass.Constexpr,
-    scales_of: cutlass.Constexpr,
-    added: cute.Tensor,
-    row0: Int32,
-    words_at: Int32,
+    step: Any, scales_of: Callable | None, added: cute.Tensor, row0: Any, words_at: Any
 ) -> Boolean:
     """Weights of this thread's scores, stored word by word, in the order of `values.py`.
 
@@ -196,39 +206,33 @@ def weigh_tokens(
         of others too if a byte is above 0x7f, whose sum would carry into the next one.
     """
     s, state = step.work.s, step.state
-    bases = (WEIGHT_BITS - state.top[0], WEIGHT_BITS - state.top[1])
+    sums: list[list[Any]] = [[], []]
     found = Int32(0)
-    added.fill(0.0)
-    for g in cutlass.range_constexpr(KV_BLOCK // 16):
-        weights, probabilities = (cute.make_rmem_tensor((4, 2), Float32) for _ in range(2))
-        for half in cutlass.range_constexpr(2):
+    for g in range(KV_BLOCK // 16):
+        weights = cute.make_rmem_tensor((4, 2), Float32)
+        for half in range(2):
             j = 2 * g + half
-            factors = (1.0, 1.0) if const_expr(scales_of is None) else scales_of(j)
-            for r in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
+            factors = None if scales_of is None else scales_of(j)
+            for r in range(2):
+                for e in range(2):
                     score = s[r, (e, j)]
-                    if const_expr(scales_of is not None):
+                    if factors is not None:
                         score = score * factors[e]
                     # Else the compiler shares products with the rare second computation where it
                     # likes, and programs differ in the last bit of a sum.
-                    power = cute.math.fma(score, state.factors[r], bases[r])
+                    power = cute.math.fma(score, state.factors[r], state.bases[r])
                     p = cute.math.exp2(power, fastmath=True)
-                    probabilities[2 * half + e, r] = p
-                    if const_expr(scales_of is not None):
-                        p = p * factors[e]
-                    weights[2 * half + e, r] = p
-        for r in cutlass.range_constexpr(2):
-            added[r] = added[r] + sum_in_pairs([probabilities[i, r] for i in range(4)])
+                    sums[r].append(p)
+                    weights[2 * half + e, r] = p if factors is None else p * factors[e]
         narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
         narrow.store(weights.load().to(Float8E4M3FN))
         packed = cute.recast_tensor(narrow, Int32)
-        for r in cutlass.range_constexpr(2):
+        for r in range(2):
             found |= packed[0, r] + 0x02020202
-            if const_expr(step.columns == ROWS):
-                put(words_at ^ (g * 16), r * 512, packed[0, r])
-            else:
-                if row0 + 8 * r < step.columns:
-                    put(words_at ^ (g * 16), r * 512, packed[0, r])
+            put(words_at, g * 16 * step.columns + r * 128, packed[0, r], row0 + 8 * r, step.columns)
+    for r in range(2):
+        four = [sum_in_pairs(sums[r][i : i + 4]) for i in range(0, KV_BLOCK // 4, 4)]
+        added[r] = ((four[0] + four[1]) + four[2]) + four[3]
     return (found & Int32(-0x7F7F7F80)) != 0
 
 
