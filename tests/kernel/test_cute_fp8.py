@@ -279,15 +279,29 @@ ARRIVALS = {
 """Arrivals that complete an mbarrier, as `init_barriers` sets it up."""
 
 
-def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list[tuple]]:
+class Word(int):
+    """An Int32 that is asked for its bits."""
+
+    def __or__(self, other: int) -> "Word":
+        return Word(int(self) | other)
+
+    def bitcast(self, kind: type) -> None: ...
+
+
+def events_of(
+    monkeypatch, pairs: tuple[int, ...], ahead: int, load_early: bool
+) -> dict[str, list[tuple]]:
     """What the warps of a CTA do on tiles of so many pairs of KV blocks, in their order.
 
     The queries of each tile take so many stages.
     """
     events: list[tuple] = []
 
-    def note(*event):
-        return lambda *args: events.append((*event, *args))
+    own_blocks: range = range(0)
+
+    def take(number):
+        if number in own_blocks:  # behind a tile's last block anything may be loaded
+            events.append(("read", number))
 
     arch = SimpleNamespace(
         make_warp_uniform=lambda number: number,
@@ -305,21 +319,27 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
         monkeypatch.setattr(
             module, "release", lambda barrier, lane: events.append(("arrive", barrier, 4))
         )
-    for name in ("hide_scores", "weigh", "held_scales", "issue_scores"):
+    for name in ("issue_scores", "keep_order", "keep_maxima"):
         monkeypatch.setattr(scores, name, lambda *args: None)
-    monkeypatch.setattr(scores, "store_weights", lambda *args: events.append(("store", args[4])))
-    for name in ("rescale_output", "load_values"):
-        monkeypatch.setattr(values, name, lambda *args: None)
+    for name in ("hides", "words_of"):
+        monkeypatch.setattr(scores, name, lambda *args: Word(0))
+    monkeypatch.setattr(scores, "weigh", lambda *args: events.append(("store", args[2])))
+    monkeypatch.setattr(values, "rescale_output", lambda *args: None)
+    monkeypatch.setattr(values, "load_half", lambda step, number, k: take(number))
     monkeypatch.setattr(values, "add_values", lambda *args: events.append(("products",)))
-    monkeypatch.setattr(values, "warpgroup", SimpleNamespace(wait_group=note("done")))
+    group = SimpleNamespace(wait_group=lambda left: events.append(("done",)) if not left else None)
+    monkeypatch.setattr(values, "warpgroup", group)
     monkeypatch.setattr(scores, "warpgroup", SimpleNamespace(wait_group=lambda number: None))
-    weigh_block, load_block, add_block = (
-        as_written(each) for each in (scores.weigh_block, values.load_block, values.add_block)
+    weigh_block, load_block, await_block, add_block = (
+        as_written(each)
+        for each in (scores.weigh_block, values.load_block, values.await_block, values.add_block)
     )
     monkeypatch.setattr(values, "load_block", load_block)
+    monkeypatch.setattr(values, "await_block", await_block)
     step = SimpleNamespace(
         barriers=0, exchange=None, columns=ROWS, scales=None, tokens=None, mmas=None, mma=None,
         places=None, state=None, work=SimpleNamespace(values=None, s=None, o=None),
+        load_early=load_early,
     )  # fmt: skip
     found: dict[str, list[tuple]] = {}
 
@@ -346,10 +366,12 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
         events.append(("until", "begun", 2 * tiles["begun"]))
         tile = SimpleNamespace(first=0, pairs=count)
         for number in range(base, base + 2 * count):
-            weigh_block(step, tile, number, base, 0, 0, 0, False)
+            weigh_block(step, tile, number, base, 0, 0, 0, False, 0, Word(0))
         events.append(("count", "ended"))
 
     def add(count, first, base):
+        nonlocal own_blocks
+        own_blocks = range(base, base + 2 * count)
         tiles["ended"] += 1
         arch.mbarrier_wait(producer.full(0, stage_of(first)), phase_of(first))  # `receive_tile`
         events.append(("read", first))
@@ -378,9 +400,10 @@ def events_of(monkeypatch, pairs: tuple[int, ...], ahead: int) -> dict[str, list
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("pairs", [(1, 1, 1, 1), (2, 3, 1), (9,)])
-def test_weights_are_not_overwritten_while_they_are_read(pairs, ahead, monkeypatch):
+@pytest.mark.parametrize("load_early", [False, True])
+def test_weights_are_not_overwritten_while_they_are_read(load_early, pairs, ahead, monkeypatch):
     """In any order in which the warps may run, and they never wait for each other in a circle."""
-    found = events_of(monkeypatch, pairs, ahead)
+    found = events_of(monkeypatch, pairs, ahead, load_early)
     for seed in range(200):
         run(found, random.Random(seed))
 

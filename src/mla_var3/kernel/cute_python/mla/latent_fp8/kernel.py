@@ -375,8 +375,8 @@ class LatentFp8Sm90(ClusterHost):
             else:
                 cute.arch.setmaxregister_decrease(score_registers)
             compute_all_scores(
-                Mmas(qk_mma, rope_mma, held_mma), blocks, barriers, exchange, means, first_token, outputs,
-                whole_scale(cache_scale), scale_log2e, scheduler, self.columns, self.dtype,
+                Mmas(qk_mma, rope_mma, held_mma), blocks, barriers, exchange, means, first_token,
+                outputs, whole_scale(cache_scale), scale_log2e, scheduler, self.columns, self.dtype,
             )  # fmt: skip
         elif warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

@@ -317,15 +317,14 @@ def weigh_means(step: cutlass.Constexpr, means: cutlass.Constexpr, pairs: Int32,
     """
     state = step.state
     row0 = (t // 32) * 16 + t % 32 // 4
-    ahead = means.scale[0] * (2.0 + cute.arch.rcp_approx(Float32(pairs)) * MEAN_PAIRS)
+    ahead = means.scale[0] * (1.0 + cute.arch.rcp_approx(Float32(pairs)) * (0.5 * MEAN_PAIRS))
     own_words = cute.recast_tensor(means.weights, Int32)
     for r in cutlass.range_constexpr(2):
         row = row0 + 8 * r
-        even_odd = row_sum(state.sums[r]), cute.math.absf(row_sum(state.odd[r]))
-        lesser = (even_odd[0] - even_odd[1]) * 0.5
+        twice = row_sum(state.sums[r]) - cute.math.absf(row_sum(state.odd[r]))
         fall = state.removed_top[r] - state.top[r]
         removed = state.removed[r] * cute.math.exp2(fall, fastmath=True)
-        word, weight = rounded((lesser * ahead - removed) * (1.0 / MEAN_COPIES))
+        word, weight = rounded((twice * ahead - removed) * (1.0 / MEAN_COPIES))
         if row < step.columns:
             own_words[row, t % 4] = word
         state.removed[r] = removed + weight * MEAN_COPIES

@@ -36,8 +36,12 @@ LANE_COLUMNS = 8
 """Neighbouring columns of a row that a lane rounds at once: 16 bytes in 16 bits."""
 PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
-HELD_STEPS, HELD_PER_TOKEN = 8, 4
-"""Products of a score whose queries are in registers"""
+HELD_PRODUCTS, HELD_PER_TOKEN = 8, 2
+"""How many of the 16 products of a latent score have their queries in registers, with one scale and
+with a scale per token. Each takes 2 KB per KV block less from shared memory, and four registers,
+which the weights then lack. b=32 s=16 with 6, 8, 9 and 10: 492, 486, 486 and 503 us, and per token
+with 2, 4, 5 and 6: 551, 565, 583 and 603
+(docs/results/2026-11-19-nvidia-h200-fp8-held-rows.json)."""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
 STEP_ROWS = WARPGROUP_WARPS * ROWS_AT_ONCE
@@ -128,10 +132,14 @@ def round_queries(
 
 
 def held_tensor(columns: int, per_token: bool) -> cute.Tensor | None:
-    """Registers for the first columns of the queries: operand A, (byte, M tile, k)."""
+    """Registers for the first columns of the queries: operand A, (byte, M tile, k).
+
+    None in kernels for fewer than 64 query rows, which memory bounds.
+    """
     if columns < ROWS:
         return None
-    layout = cute.make_layout(((4, 2, 2), 1, HELD_PER_TOKEN if per_token else HELD_STEPS), stride=((1, 4, 8), 0, 16))
+    products = HELD_PER_TOKEN if per_token else HELD_PRODUCTS
+    layout = cute.make_layout(((4, 2, 2), 1, products), stride=((1, 4, 8), 0, 16))
     return cute.make_rmem_tensor(layout, Float8E4M3FN)
 
 
@@ -145,8 +153,7 @@ def hold_queries(held: cute.Tensor | None, q_bytes: cute.Pointer, t: Int32) -> N
         chunk = (k % 4 * 2 + t % 32 // 16) ^ (t % 8)
         at = q_bytes.toint() + (k // 4 * TILE_BYTES + row * 128 + chunk * 16)
         found = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
-            " { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
             write_only_types=[Int32] * 4,
             read_only_args=[at],
         )

@@ -61,8 +61,8 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
     weigh,
 )
 
-
 LAST_SCORES = 1
+"""Products of the next scores that need not be done when weights are handed over."""
 
 
 @cute.jit
@@ -238,6 +238,9 @@ def weigh_block(
     words_at: Int32,
 ):
     """Weights of a KV block, whose scores exist, and the scores of the next one.
+
+    Beside the products of the value warpgroups an instruction takes four cycles, beside those of
+    the scores nothing waits for it: what can be known early is found there.
 
     The weights are handed over when these scores exist: the value warpgroups then use the tensor
     cores while the next weights are computed. Earlier, they would compete with the scores for them

@@ -186,8 +186,9 @@ class ScoreState:
 
     Attributes:
         sums: of its probabilities.
-        odd: those of every other KV block over those of the others, with either sign (`means.py`).
-        top: running maximum, and in `bases` what brings powers of two below it to weights.
+        odd: how much more every other KV block has of them than the others, with either sign
+            (`means.py`).
+        top, bases: running maximum, and what makes powers of two weights below it.
         factors: from scores to powers of two.
         carried: maximum to which the output in memory is relative (`flush_factors`).
         removed, removed_top: what was subtracted from a row, in weights of the means, and the
