@@ -61,7 +61,6 @@ class OutputCheck:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, JSON-ready."""
         return {**dataclasses.asdict(self), "passed": self.passed}
 
 
@@ -73,11 +72,9 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every output passed."""
         return all(output.passed for output in self.outputs)
 
     def require(self) -> None:
-        """Raise CheckFailedError, with the figures, unless everything passed."""
         failed = [output for output in self.outputs if not output.passed]
         if failed:
             raise CheckFailedError(
@@ -91,7 +88,6 @@ class CheckResult:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures of all outputs, JSON-ready."""
         return {"passed": self.passed, "outputs": [output.to_dict() for output in self.outputs]}
 
 

@@ -108,13 +108,11 @@ class CompileReport:
 
     @property
     def spills(self) -> bool:
-        """Whether registers go to local memory."""
         local = self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
         return bool(self.stack_bytes) or local > 0
 
     @property
     def mma(self) -> dict[str, int]:
-        """The matrix instructions by opcode."""
         return {name: n for name, n in self.instructions.items() if _MMA.fullmatch(name)}
 
     @property
@@ -126,7 +124,6 @@ class CompileReport:
 
     @property
     def uses_tma(self) -> bool:
-        """Whether the bulk copy engine loads or stores tiles."""
         return any(self.instructions.get(name) for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
 
     @property
@@ -136,7 +133,6 @@ class CompileReport:
 
     @property
     def verdict(self) -> str:
-        """The report in a few words."""
         if self.error:
             return f"does not compile: {self.error}"
         problems = []
@@ -156,7 +152,6 @@ class CompileReport:
         return f"ok, {used}, {'TMA' if self.uses_tma else 'no TMA'}, no spills"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and what follows from them, JSON-ready."""
         return {
             **dataclasses.asdict(self),
             "spills": self.spills,
@@ -168,7 +163,6 @@ class CompileReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild a report from `to_dict`."""
         names = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 

@@ -163,7 +163,6 @@ class Launch(NamedTuple):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """All arguments in order."""
         return (*self.operands, *self.constants)
 
 

@@ -340,7 +340,6 @@ def _dynamic_shared_bytes(host_code: str) -> int:
 
 
 def _placeholder(kind: ArgumentKind) -> Any:
-    """A value of the kind, for tracing."""
     if kind.tag == cute_arguments.ABSENT:
         return None
     if kind.dtype is not None:

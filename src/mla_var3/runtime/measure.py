@@ -60,11 +60,9 @@ class Timing:
 
     @property
     def spread_us(self) -> float:
-        """Half the distance between the 10th and the 90th percentile."""
         return (self.p90_us - self.p10_us) / 2
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the spread, JSON-ready."""
         return {**dataclasses.asdict(self), "spread_us": self.spread_us}
 
 
@@ -247,10 +245,8 @@ class CudaClock:
         self._flush_buffer.sum()
 
     def wait(self, handle: Any, what: str) -> None:
-        """Wait for the event behind a run."""
         wait_for_device(what, event=handle[1])
 
     def elapsed_us(self, handle: Any) -> float:
-        """The time between the two events."""
         start, stop = handle
         return float(start.elapsed_time(stop)) * 1e3

@@ -71,7 +71,6 @@ class KernelId:
 
     @property
     def module(self) -> str:
-        """Module that holds the version's KernelPlan."""
         package = LANGUAGES[self.language]
         name = self.full_name
         return f"{KERNEL_PACKAGE}.{package}.{self.layer}.{self.design}.{name}.{name}"

@@ -67,7 +67,6 @@ class Target:
         return default if self.device is None else self.device.sm_count
 
     def require_device(self) -> DeviceSpec:
-        """The table entry."""
         if self.device is None:
             raise InvalidArgumentError("target", "a device of the table", f"{self.code} alone")
         return self.device

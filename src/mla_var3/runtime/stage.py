@@ -60,7 +60,6 @@ class Tiling:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a JSON-ready mapping."""
         return dataclasses.asdict(self)
 
     def label(self) -> str:

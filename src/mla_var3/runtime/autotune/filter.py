@@ -52,7 +52,6 @@ class Check:
 
     @property
     def stack_bytes(self) -> int:
-        """Stack per thread of the compiled kernel."""
         return 0 if self.report is None else self.report.stack_bytes or 0
 
 
@@ -62,7 +61,6 @@ class StaticFilter:
     def __init__(
         self, unit: Unit, spec: DeviceSpec, instruments: Instruments, known: Iterable[Entry]
     ) -> None:
-        """Start from what earlier searches compiled."""
         self.unavailable: str | None = None
         self._unit = unit
         self._spec = spec
@@ -78,7 +76,6 @@ class StaticFilter:
                     self._reports[key] = CompileReport.from_dict(values)
 
     def check(self, name: str, tiling: Tiling) -> Check:
-        """Judge a tiling of one kernel, compiling it at most once."""
         key = member(name, tiling)
         if key not in self._checks:
             self._checks[key] = self._make_check(name, tiling)

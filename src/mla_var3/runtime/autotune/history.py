@@ -180,7 +180,6 @@ class History:
         return list(self._entries.values())
 
     def get(self, config: Mapping[str, Any]) -> Entry | None:
-        """The outcome of a candidate, None when there is none yet."""
         return self._entries.get(canonical(config))
 
     def record(
@@ -212,11 +211,9 @@ class History:
         self.save()
 
     def best(self) -> Entry | None:
-        """The fastest candidate, None when none was timed."""
         return fastest(self._entries.values())
 
     def save(self) -> None:
-        """Replace the file by the present state."""
         if self._environment is None:
             self._environment = environment()
         best = self.best()

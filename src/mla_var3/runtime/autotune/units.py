@@ -47,14 +47,12 @@ class Unit:
         return isinstance(self.stage, ConcurrentKernels)
 
     def config(self, combo: Combo) -> dict[str, Any]:
-        """A candidate as it is recorded."""
         pairs = zip(self.kernels, combo, strict=True)
         if self.joint:
             return {name: tiling.to_dict() for name, tiling in pairs}
         return combo[0].to_dict()
 
     def by_kernel(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """A recorded config or compile summary, per kernel."""
         return recorded if self.joint else dict.fromkeys(self.kernels, recorded)
 
     def candidates(self) -> dict[str, list[Tiling]]:
@@ -65,7 +63,6 @@ class Unit:
         }
 
     def joint_failures(self, combo: Combo) -> tuple[str, ...]:
-        """Why the tilings may not run together."""
         return tuple(
             failure
             for group, members in self.groups
@@ -73,7 +70,6 @@ class Unit:
         )
 
     def set_tilings(self, combo: Combo) -> None:
-        """Make the tilings active."""
         for kernel, tiling in zip(self.kernels.values(), combo, strict=True):
             kernel.tiling = tiling
 

@@ -128,7 +128,6 @@ class ArgumentBuffer:
     """
 
     def __init__(self, kinds: Sequence[ArgumentKind], device: int | None) -> None:
-        """Lay out the buffer."""
         self.stream = ctypes.c_void_p()
         self.result = ctypes.c_int32()
         self._count = len(kinds)

@@ -83,13 +83,11 @@ class ProgramKey:
 
     @property
     def digest(self) -> str:
-        """Short name of the key."""
         text = json.dumps(self.fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def path(self) -> Path:
-        """Where the entry is, or would be."""
         return cache_root() / "cute-compile" / self.name / f"{self.digest}.zip"
 
 

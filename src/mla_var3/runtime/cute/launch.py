@@ -58,7 +58,6 @@ class BoundLaunch:
         self._buffer.write(self._args)
 
     def launch(self) -> None:
-        """Launch on the current CUDA stream."""
         self._program.launch(self._buffer)
 
 
@@ -208,7 +207,6 @@ class CuteProgram:
         entry: Entry,
         owners: Sequence[Any] = (),
     ) -> None:
-        """Wrap a loaded host function."""
         self.name = name
         self.kinds = tuple(kinds)
         self.device = device
@@ -236,7 +234,6 @@ class CuteProgram:
         self.launch(buffer)
 
     def launch(self, buffer: ArgumentBuffer) -> None:
-        """Launch on the current CUDA stream with the arguments of a buffer."""
         if current_device_index() != self.device:
             raise InvalidArgumentError(
                 f"{self.name}: device",

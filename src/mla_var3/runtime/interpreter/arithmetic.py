@@ -258,7 +258,6 @@ class _Accepts(Enum):
 
 
 def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
-    """The dtype that the operation works in."""
     if api.is_restricted_float(dtype):
         raise TileTypeError(f"{name} is not defined for dtype {dtype}")
     if api.is_float(dtype):

@@ -283,7 +283,6 @@ class Elements(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tile that the elements form."""
         return tuple(self.offsets.shape)
 
     def read(self, otherwise: torch.Tensor) -> torch.Tensor:

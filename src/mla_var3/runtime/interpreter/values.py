@@ -81,7 +81,6 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return 0 if self._tensor is None else self._tensor.ndim
 
     def scalar(self) -> Number:
-        """The value of a tile without axes."""
         if self.integer is not None:
             return self.integer
         if self.ndim:

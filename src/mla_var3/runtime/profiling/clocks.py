@@ -36,7 +36,6 @@ class ClockState:
     problem: str | None = None
 
     def describe(self) -> str:
-        """One line for reports."""
         if self.locked:
             return (
                 f"clocks locked by {LOCK_SCRIPT} at {self.sm_mhz} MHz (SM) and {self.memory_mhz} "

@@ -23,7 +23,6 @@ class NsightProfType(enum.Enum):
 
     @property
     def module(self) -> str:
-        """Module that implements the mode."""
         return f"{__package__}.{self.value}"
 
 
@@ -49,17 +48,14 @@ class StageFigures:
 
     @property
     def tflops(self) -> float | None:
-        """Achieved TFLOP/s."""
         return self.flops / self.time_us / 1e6 if self.time_us else None
 
     @property
     def gbps(self) -> float | None:
-        """Achieved GB/s."""
         return self.bytes / self.time_us / 1e3 if self.time_us else None
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else None
 
     @property

@@ -87,12 +87,10 @@ class TargetSpec:
         )
 
     def write(self, path: Path) -> None:
-        """Write the spec as JSON."""
         write_json(path, dataclasses.asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
     @classmethod
@@ -104,7 +102,6 @@ class TargetSpec:
         return cls.read(Path(given[0]))
 
     def build_plan(self) -> KernelPlan:
-        """The plan again."""
         found: Any = importlib.import_module(self.module)
         for part in self.plan.split("."):
             found = getattr(found, part)

@@ -20,7 +20,7 @@ from mla_var3.runtime.profiling.annotation import (
 from mla_var3.runtime.profiling.clocks import ClockState
 from mla_var3.runtime.profiling.ncu import driver as ncu_driver
 from mla_var3.runtime.profiling.ncu import session as ncu_session
-from mla_var3.runtime.profiling.ncu.text import timer_note
+from mla_var3.runtime.profiling.ncu.session import timer_note
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
 pytest.importorskip("ncu_report", reason="the package that reads .ncu-rep is not installed")

@@ -5,8 +5,6 @@ import pytest
 from mla_var3.runtime.profiling.bottleneck import (
     Bound,
     StageMeasurement,
-    classify,
-    find_issues,
     find_opportunities,
     root_cause,
 )
@@ -40,7 +38,7 @@ def stage(name: str = "k", **changes: float) -> StageMeasurement:
     ],
 )
 def test_two_utilisations_decide_the_class(tensor, dram, expected):
-    assert classify({"tensor_pct": tensor, "dram_pct": dram}) is expected
+    assert stage(tensor_pct=tensor, dram_pct=dram).bound is expected
 
 
 @pytest.mark.parametrize(
@@ -53,8 +51,8 @@ def test_two_utilisations_decide_the_class(tensor, dram, expected):
     ],
 )
 def test_each_figure_has_its_threshold(key, healthy, unhealthy):
-    assert find_issues({**HEALTHY, key: healthy}) == ()
-    (issue,) = find_issues({**HEALTHY, key: unhealthy})
+    assert stage(**{key: healthy}).issues == ()
+    (issue,) = stage(**{key: unhealthy}).issues
     assert issue.key == key
     assert issue.hint
 

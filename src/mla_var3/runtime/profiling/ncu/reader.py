@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.measure import spread
-from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
+from mla_var3.runtime.profiling.bottleneck import STALL_MEANING, StageMeasurement
 from mla_var3.runtime.profiling.ncu.driver import load_ncu_report
 from mla_var3.runtime.profiling.target import RANGE_PREFIX
 
@@ -38,8 +38,7 @@ _SCALES = {
 """Unit of a figure -> unit in the report -> factor."""
 
 
-@dataclass(frozen=True)
-class MetricValue:
+class MetricValue(NamedTuple):
     """One value as the profiler reports it."""
 
     value: float | int | str | None
@@ -197,11 +196,10 @@ def stall_cycles(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One result of Nsight Compute's own rules.
+    """One result of Nsight Compute's own rules, its texts without markup.
 
     Attributes:
         section: identifier of its section.
-        title, message: its text, without markup.
         is_advice: whether it proposes an optimisation.
         speedup_pct: estimated gain; None without an estimate.
         is_global: whether the estimate is about the kernel's time, not about one unit.
@@ -221,14 +219,12 @@ class Rule:
 
     @property
     def gain(self) -> str | None:
-        """The estimated gain in words."""
         if self.speedup_pct is None:
             return None
         return f"{self.speedup_pct:.0f}% {'of the kernel' if self.is_global else 'of one unit'}"
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A section of the report with its metrics as (label, name, value)."""
 
     identifier: str
@@ -254,7 +250,6 @@ class Launch:
     report: Any = field(repr=False, default=None)
 
     def rules(self) -> list[Rule]:
-        """The results of Nsight Compute's rules, in its order."""
         return [_rule(entry) for entry in self.action.rule_results_as_dicts()]
 
     def sections(self) -> list[Section]:
@@ -272,31 +267,26 @@ class Launch:
 
 
 @dataclass
-class StageProfile:
-    """What was measured of one stage, over all runs.
+class StageProfile(StageMeasurement):
+    """What was measured of one stage, over all runs: `figures` are medians, by key of `FIGURES`.
 
     Attributes:
         launches: the launches, run by run.
         runs: how often the stage ran.
-        figures: medians over the runs, by key of `FIGURES`.
         spread_us: half the distance between the 10th and the 90th percentile of the duration.
     """
 
-    name: str
-    launches: list[Launch]
-    runs: int
-    figures: dict[str, float]
-    spread_us: float | None
+    launches: list[Launch] = field(kw_only=True)
+    runs: int = field(kw_only=True)
+    spread_us: float | None = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.stalls = stall_cycles(self.main.metrics)
 
     @property
     def main(self) -> Launch:
         """The longest launch of the stage, whose details are worth reading."""
         return max(self.launches, key=lambda launch: figures_of(launch.metrics).get("time_us", 0.0))
-
-    @property
-    def stalls(self) -> dict[str, float]:
-        """Stall cycles per issued instruction of the longest launch."""
-        return stall_cycles(self.main.metrics)
 
 
 def read_launches(path: Path) -> list[Launch]:
@@ -397,5 +387,5 @@ def stage_profiles(
             raise UnsupportedError(f"{name}: expected a duration in the report, got none")
         times = [sample["time_us"] for sample in samples]
         scatter = spread(times) if len(times) > 1 else None
-        found.append(StageProfile(name, own, runs, figures, scatter))
+        found.append(StageProfile(name, figures, launches=own, runs=runs, spread_us=scatter))
     return found

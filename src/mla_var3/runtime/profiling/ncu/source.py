@@ -6,6 +6,7 @@ cubin, so what Nsight Compute samples per instruction can be summed up per line 
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +58,6 @@ class Instruction:
 
     @property
     def spills(self) -> bool:
-        """Whether it accesses local memory."""
         return self.opcode in _SPILL_OPCODES
 
 
@@ -83,7 +83,6 @@ class KernelSource:
 
     @classmethod
     def of(cls, launch: Launch) -> Self:
-        """The source-level results of a launch."""
         instructions = instructions_of(launch.action, launch.metrics)
         # Nsight Compute's rules put marks on source lines.
         markers = launch.action.source_markers() or ()
@@ -91,23 +90,21 @@ class KernelSource:
 
     @property
     def samples(self) -> float:
-        """Warp samples of the whole kernel."""
         return sum(item.values.get("samples", 0.0) for item in self.instructions)
 
     def hottest(self, count: int) -> list[tuple[str, int, str]]:
         """The lines with most samples, as (file, line, what was measured there)."""
         total = self.samples
-        found = [
-            (file, at, line)
+        sampled = [
+            (line, file, at)
             for file, lines in self.files.items()
             for at, line in lines.items()
             if file and line.samples
         ]
-        found.sort(key=lambda entry: -entry[2].samples)
-        return [(file, at, describe_line(line, total)) for file, at, line in found[:count]]
+        hottest = heapq.nlargest(count, sampled, key=lambda entry: entry[0].samples)
+        return [(file, at, describe_line(line, total)) for line, file, at in hottest]
 
     def sass_rows(self) -> tuple[list[str], list[list[object]]]:
-        """Header and rows of `sass-metrics.csv`."""
         total = self.samples
         reasons = sorted({reason for item in self.instructions for reason in item.stalls})
         header = ["offset", "sass", "file", "line", "samples_pct", *_COLUMNS]
@@ -115,18 +112,11 @@ class KernelSource:
         start = self.instructions[0].address if self.instructions else 0
         rows: list[list[object]] = []
         for item in self.instructions:
-            share = 100 * item.values.get("samples", 0.0) / total if total else None
-            rows.append(
-                [
-                    f"{item.address - start:#06x}",
-                    item.sass,
-                    shown_path(item.file),
-                    item.line or "",
-                    "" if share is None else f"{share:.3f}",
-                    *(_plain(item.values.get(column)) for column in _COLUMNS),
-                    *(item.stalls.get(reason, 0) for reason in reasons),
-                ]
-            )
+            share = f"{100 * item.values.get('samples', 0.0) / total:.3f}" if total else ""
+            where = (f"{item.address - start:#06x}", item.sass, shown_path(item.file))
+            values = (_plain(item.values.get(column)) for column in _COLUMNS)
+            stalls = (item.stalls.get(reason, 0) for reason in reasons)
+            rows.append([*where, item.line or "", share, *values, *stalls])
         return header, rows
 
 

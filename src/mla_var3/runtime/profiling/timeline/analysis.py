@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels
@@ -36,16 +36,14 @@ _LAUNCH_LATENCY_NS = 10_000
 are usual on an H200)."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One member of a concurrent group: its name, and its kernels by position in launch order."""
 
     name: str
     leaves: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A `ConcurrentKernels` object."""
 
     name: str
@@ -125,8 +123,7 @@ def _carries(compiled: str, name: str) -> bool:
     return rest.startswith(f"{name}_") if prefix else name in compiled
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One GPU activity of a run, the outline's kernel that it is, and its host call."""
 
     activity: GpuActivity
@@ -156,7 +153,6 @@ class Iteration:
 
     @property
     def span_ns(self) -> int:
-        """Length of the span."""
         return self.span[1] - self.span[0]
 
     @property
@@ -166,7 +162,6 @@ class Iteration:
 
     @property
     def idle_ns(self) -> int:
-        """Total length of the gaps."""
         return sum(end - start for start, end in self.gaps)
 
     def busy(self, leaves: Iterable[int] | None = None) -> list[Interval]:
@@ -179,8 +174,7 @@ class Iteration:
         return next((launch for launch in self.launches if launch.leaf == leaf), None)
 
 
-@dataclass(frozen=True)
-class GroupOverlap:
+class GroupOverlap(NamedTuple):
     """How far the members of a concurrent group ran at the same time, in one run.
 
     Attributes:
@@ -195,7 +189,7 @@ class GroupOverlap:
     possible_ns: int
     busy_ns: int
     member_ns: tuple[int, ...]
-    pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+    pairs: dict[tuple[int, int], int]
 
     @property
     def share(self) -> float | None:
@@ -210,6 +204,15 @@ class Analysis:
     shape: Outline
     queued: list[Iteration]
     host_paced: list[Iteration]
+
+    def durations(self, leaf: int) -> list[int]:
+        """How long a kernel took in each queued run."""
+        return [launch.activity.duration for launch in launches_of(self.queued, leaf)]
+
+
+def launches_of(runs: list[Iteration], leaf: int) -> list[Launch]:
+    """The launches of a kernel in some runs; a run may have none."""
+    return [launch for run in runs if (launch := run.of_kernel(leaf))]
 
 
 def typical(runs: list[Iteration]) -> Iteration:

@@ -31,7 +31,7 @@ from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.target import TargetSpec, package_environment, run_profiler
-from mla_var3.runtime.profiling.timeline import formats
+from mla_var3.runtime.profiling.timeline import model
 from mla_var3.runtime.profiling.timeline.model import HOST_PACED, QUEUED, WARMUP, Timeline
 from mla_var3.runtime.stage import Stage
 
@@ -41,7 +41,7 @@ RangeMaker = Callable[[str], AbstractContextManager[object]]
 """Makes the context manager that marks a named range for the profiler."""
 
 MODULE = "mla_var3.runtime.profiling.timeline.collect"
-REPORTS = (formats.GPU_TRACE, formats.NVTX_PROJECTION, formats.API_SUMMARY)
+REPORTS = (model.GPU_TRACE, model.NVTX_PROJECTION, model.API_SUMMARY)
 DEFAULT_RUNS = 20
 
 _HEAD_START_MARGIN = 2.0
@@ -138,7 +138,7 @@ def record_with_torch(stage: Stage, runs: int, trace: Path) -> Timeline:
             log.info("torch.profiler: %s", message)
         text = file.read_text(encoding="utf-8").replace(str(file), trace.name)
     write_atomic(trace, text)
-    return formats.read_chrome_trace(trace)
+    return model.read_chrome_trace(trace)
 
 
 def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) -> None:
@@ -161,7 +161,7 @@ def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) ->
     output, tables = str(stats / "report"), ",".join(REPORTS)
     command = [str(nsys), "stats", "--report", tables, *options, "--output", output, str(report)]
     try:
-        _run(command, stats / f"report_{formats.GPU_TRACE}.csv")
+        _run(command, stats / f"report_{model.GPU_TRACE}.csv")
     except UnsupportedError:
         shutil.rmtree(stats)
         raise

@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from mla_var3.errors import UnsupportedError
+from mla_var3.runtime.profiling.nsys import (
+    kernel_figures,
+    timeline_figures,
+    timeline_sections,
+)
 from mla_var3.runtime.profiling.timeline.analysis import (
     Analysis,
     Outline,
@@ -17,12 +22,11 @@ from mla_var3.runtime.profiling.timeline.analysis import (
     serialisations,
     typical,
 )
-from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace, write_stats
-from mla_var3.runtime.profiling.timeline.model import GpuActivity, Timeline
-from mla_var3.runtime.profiling.timeline.report import (
-    kernel_figures,
-    timeline_figures,
-    timeline_sections,
+from mla_var3.runtime.profiling.timeline.model import (
+    GpuActivity,
+    Timeline,
+    read_chrome_trace,
+    write_stats,
 )
 from tests.unit.runtime.profiling.timeline.timeline_support import (
     OVERLAP,
