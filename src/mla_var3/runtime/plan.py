@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+    from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult
 
 __all__ = ["Constraints", "KernelPlan", "Target", "Tiling"]
 

@@ -60,11 +60,7 @@ class StageTuning:
 
     Attributes:
         stage: stage name; that of the group for kernels tuned together.
-        key: what the result holds for.
-        path: the JSON history.
-        best: the fastest config, None when no candidate ran.
-        best_us: its median time, None when nothing was timed.
-        results: all candidates so far.
+        best: the fastest config, None when no candidate ran; `best_us` its median time.
         from_cache: nothing was timed now, the history had it.
         complete: all candidates were handled; False when a limit ended the search.
     """
@@ -251,40 +247,24 @@ def fastest(entries: Iterable[Entry]) -> Entry | None:
 def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """The content of a file that is valid and belongs to the key, else None."""
     try:
-        stored = _read(path)
-    except ValueError as error:
-        log.warning("%s is damaged (%s); it is not used, tuning again", path, error)
-        return None
-    if stored is not None and stored["key"] != key:
-        log.warning("%s was made for something else; it is not used, tuning again", path)
-        return None
-    return stored
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file, None when there is none; ValueError when it is damaged."""
-    try:
-        stored = json.loads(path.read_bytes())
+        stored: dict[str, Any] = json.loads(path.read_bytes())
+        if stored["key"] != key:
+            log.warning("%s was made for something else; it is not used, tuning again", path)
+            return None
+        if not isinstance(stored["complete"], bool) or not all(map(_is_entry, stored["results"])):
+            raise ValueError("a result without config, status or time")
     except FileNotFoundError:
         return None
-    kinds = {"key": dict, "complete": bool, "results": list}
-    if not isinstance(stored, dict) or any(
-        not isinstance(stored.get(name), kind) for name, kind in kinds.items()
-    ):
-        raise ValueError("expected key, complete and results")
-    if not all(map(_is_entry, stored["results"])):
-        raise ValueError("a result without config, status or time")
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged (%r); it is not used, tuning again", path, error)
+        return None
     return stored
 
 
 def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != set(Entry.__annotations__):
         return False
-    timing = value["timing"]
-    time_us = timing.get("median_us") if isinstance(timing, dict) else None
-    return (
-        isinstance(value["config"], dict)
-        and value["status"] in get_args(Status)
-        and isinstance(value["compile"] or {}, dict)
-        and (timing is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
-    )
+    timing, configs = value["timing"], (value["config"], value["compile"] or {})
+    time_us = 1.0 if timing is None else timing["median_us"]
+    known = value["status"] in get_args(Status) and all(isinstance(c, dict) for c in configs)
+    return known and isinstance(time_us, (int, float)) and 0 < time_us < math.inf

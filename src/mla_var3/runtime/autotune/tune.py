@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.autotune.filter import Check, Instruments, StaticFilter
 from mla_var3.runtime.autotune.history import (
     Entry,
     History,
@@ -31,7 +30,14 @@ from mla_var3.runtime.autotune.history import (
     median_us,
     tuning_key,
 )
-from mla_var3.runtime.autotune.units import Combo, Unit, units_of
+from mla_var3.runtime.autotune.units import (
+    Check,
+    Combo,
+    Instruments,
+    StaticFilter,
+    Unit,
+    units_of,
+)
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Stage, constraint_failures
@@ -197,7 +203,6 @@ class Search:
         self._by_config = {canonical(unit.config(combo)): combo for combo in self._combos}
 
     def run(self) -> StageTuning:
-        """Search what the history does not have, set the best tilings, return the outcome."""
         if len(self._combos) == 1:
             return self._only_candidate()
         from_cache = self._is_served()

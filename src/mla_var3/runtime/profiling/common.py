@@ -22,10 +22,14 @@ from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import check_markdown
-from mla_var3.runtime.profiling.lock import current_device_name, device_lock
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.lock import (
+    ClockState,
+    announce_clocks,
+    current_device_name,
+    device_lock,
+)
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.stage import KernelStage, Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
 

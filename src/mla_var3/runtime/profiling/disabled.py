@@ -10,7 +10,7 @@ from mla_var3.runtime.profiling.common import (
     profiling_mode,
     stage_figures,
 )
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult
 from mla_var3.runtime.workflow import RunOptions, planning_device, prepare
 
 

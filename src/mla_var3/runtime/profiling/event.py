@@ -7,7 +7,7 @@ from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import stage_markdown
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import RunOptions
 

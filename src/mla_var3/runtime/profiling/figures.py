@@ -9,7 +9,7 @@ from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number, table
 from mla_var3.runtime.paths import split_full_name
-from mla_var3.runtime.profiling.result import ProfileResult
+from mla_var3.runtime.profiling.modes import ProfileResult
 
 Rows = list[tuple[object, ...]]
 

@@ -12,7 +12,7 @@ from mla_var3.runtime.markdown import microseconds, number, table
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import compile_markdown, has_estimate
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult
 from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
 

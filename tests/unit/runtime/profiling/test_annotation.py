@@ -17,7 +17,7 @@ from mla_var3.runtime.profiling.annotation import (
     annotation_profile_plan,
     write_annotation,
 )
-from mla_var3.runtime.profiling.clocks import ClockState
+from mla_var3.runtime.profiling.lock import ClockState
 from mla_var3.runtime.profiling.ncu import driver as ncu_driver
 from mla_var3.runtime.profiling.ncu import session as ncu_session
 from mla_var3.runtime.profiling.ncu.session import timer_note

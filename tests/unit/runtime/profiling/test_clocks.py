@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mla_var3.conf.devices import device_spec
-from mla_var3.runtime.profiling import clocks
-from mla_var3.runtime.profiling.clocks import clock_state
+from mla_var3.runtime.profiling import lock as clocks
+from mla_var3.runtime.profiling.lock import clock_state
 from tests.programs import run_program, tools_alone, write_script
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"

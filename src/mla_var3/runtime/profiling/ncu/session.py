@@ -16,8 +16,8 @@ from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import find_opportunities, root_cause
-from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import stage_markdown
+from mla_var3.runtime.profiling.lock import ClockState, announce_clocks
 from mla_var3.runtime.profiling.ncu import driver, reader
 from mla_var3.runtime.profiling.target import TargetSpec
 from mla_var3.runtime.profiling.timeline.analysis import outline

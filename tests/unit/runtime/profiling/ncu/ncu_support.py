@@ -17,7 +17,7 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType
-from mla_var3.runtime.profiling.clocks import ClockState
+from mla_var3.runtime.profiling.lock import ClockState
 from mla_var3.runtime.profiling.ncu.driver import Collection, NcuTool
 from mla_var3.runtime.profiling.ncu.reader import Launch, read_launches, stage_profiles
 from mla_var3.runtime.profiling.ncu.session import Session
