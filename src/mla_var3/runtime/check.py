@@ -35,7 +35,6 @@ class OutputCheck:
 
     Attributes:
         index: position among the outputs.
-        shape: its shape.
         error: figures of the kernel.
         baseline: figures of the same computation in PyTorch in the kernel's dtype; None for a plan
             whose reference takes no `compute_dtype`, then the dtype's epsilon sets the bounds.
@@ -127,16 +126,8 @@ def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> C
         else:
             other = compare(baseline, reference)
             allowed = other.relative_frobenius, other.max_abs
-        results.append(
-            OutputCheck(
-                index=index,
-                shape=tuple(output.shape),
-                error=own,
-                baseline=other,
-                relative_bound=_bound(allowed[0], 1.0),
-                max_bound=_bound(allowed[1], largest),
-            )
-        )
+        bounds = _bound(allowed[0], 1.0), _bound(allowed[1], largest)
+        results.append(OutputCheck(index, tuple(output.shape), own, other, *bounds))
     return CheckResult(tuple(results))
 
 

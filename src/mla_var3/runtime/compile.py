@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError
@@ -72,10 +72,7 @@ class CompileReport:
     """The machine code of one kernel for one target, in figures.
 
     Attributes:
-        target: GPU code.
-        tiling: the tiling it was compiled with.
-        registers: registers per thread at launch.
-        stack_bytes: stack per thread; above zero means spills.
+        registers, stack_bytes: per thread, at launch; a stack above zero means spills.
         shared_bytes: shared memory that a CTA asks for, without what the driver reserves.
         threads: threads per CTA.
         cluster: CTAs per cluster that the machine code requires; a launch may ask for more.
@@ -84,8 +81,6 @@ class CompileReport:
         mma_shapes: the matrix instructions with their shape and types.
         consumer_registers: registers per thread that the consumer warps raise themselves to, None
             when they keep the launch value.
-        cubin_bytes: size of the machine code file.
-        seconds: wall time of the compilation.
         error: why it did not compile; then the figures are None or empty.
     """
 
@@ -120,7 +115,7 @@ class CompileReport:
         """The matrix opcode that the kernel uses most, one of the target's own if any; or None."""
         own = {name: n for name, n in self.mma.items() if _is_expected(self.target, name)}
         used = own or self.mma
-        return max(used, key=lambda name: used[name]) if used else None
+        return max(used, key=used.__getitem__, default=None)
 
     @property
     def uses_tma(self) -> bool:
@@ -167,8 +162,7 @@ class CompileReport:
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
-@dataclass(frozen=True)
-class Disassembly:
+class Disassembly(NamedTuple):
     """What the CUDA tools print about a cubin."""
 
     resources: str
@@ -212,10 +206,8 @@ def compile_report(
 
 def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
     """Whether a CTA of the compiled kernel fits the device's shared memory."""
-    return (
-        report.shared_bytes is not None
-        and report.shared_bytes <= spec.shared_memory_per_block_bytes
-    )
+    used = report.shared_bytes
+    return used is not None and used <= spec.shared_memory_per_block_bytes
 
 
 def disassemble(cubin: bytes) -> Disassembly:

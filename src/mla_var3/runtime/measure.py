@@ -41,11 +41,9 @@ mla_var6_plus, seen under the profiler) would be in the figure whenever the kern
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of repeated runs, in microseconds.
+    """Times of repeated runs, in microseconds; the median is the figure to report.
 
     Attributes:
-        median_us: the figure to report.
-        p10_us, p90_us: 10th and 90th percentile.
         timer: "cuda-event" or "cuda-graph".
         cold_l2: whether the L2 cache was flushed before each run.
     """
@@ -111,15 +109,8 @@ def time_gpu(
 
 def summarise(samples_us: Sequence[float], *, timer: str, cold_l2: bool) -> Timing:
     """The figures of some runs."""
-    return Timing(
-        median_us=percentile(samples_us, 50),
-        p10_us=percentile(samples_us, 10),
-        p90_us=percentile(samples_us, 90),
-        min_us=float(min(samples_us)),
-        runs=len(samples_us),
-        timer=timer,
-        cold_l2=cold_l2,
-    )
+    median, low, high = (percentile(samples_us, percent) for percent in (50, 10, 90))
+    return Timing(median, low, high, float(min(samples_us)), len(samples_us), timer, cold_l2)
 
 
 def spread(values: Sequence[float]) -> float:

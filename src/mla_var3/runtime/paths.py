@@ -45,14 +45,7 @@ _VERSION = re.compile(r"^(?P<design>.+?)_v(?P<number>[1-9]\d*)$")
 
 @dataclass(frozen=True, order=True)
 class KernelId:
-    """Identity of one kernel version, the same everywhere.
-
-    Attributes:
-        design: for example "mla_var6_plus".
-        number: 0 for the base version, N for `_vN`.
-        language: "cutile-dsl" or "cute-dsl".
-        layer: for example "mla".
-    """
+    """Identity of one kernel version, the same everywhere; number 0 is the base version."""
 
     design: str
     number: int

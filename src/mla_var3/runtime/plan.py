@@ -152,9 +152,7 @@ class KernelPlan(ABC):
     def plan_empty(self, peak_tflops: float, peak_gbps: float) -> Stage:
         """Build the same runtime object without allocating anything, for prediction and compiling.
 
-        Args:
-            peak_tflops: matrix peak that model-driven choices may use.
-            peak_gbps: memory bandwidth that model-driven choices may use.
+        Model-driven choices may use the two peaks.
         """
         chosen = self.resolve(peak_tflops, peak_gbps)
         return chosen.plan(*chosen.prepare_inputs("meta"))
@@ -228,8 +226,9 @@ class KernelPlan(ABC):
 
     def params(self) -> dict[str, Any]:
         """The plan's own fields without target and tilings, JSON-ready."""
-        values = {f.name: getattr(self, f.name) for f in option_fields(self)}
-        return {name: value for name, value in values.items() if not isinstance(value, Tiling)}
+        tilings = self.tiling_fields()
+        names = (f.name for f in option_fields(self))
+        return {name: getattr(self, name) for name in names if name not in tilings}
 
     def params_label(self) -> str:
         """Folder name of the parameters, for example `b32_s16_t4096_...`."""

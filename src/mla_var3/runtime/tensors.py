@@ -21,25 +21,14 @@ def check_tensor(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Check one kernel argument.
-
-    Args:
-        name: the argument's name in the message.
-        tensor: what came.
-        shape: (label, size) per dimension, for example [("b", 2), ("s", 16)].
-        dtype: the expected element type.
-        device: the device that all arguments of the call share.
-    """
+    """Check the kernel argument `name`; `shape` is (label, size) per dimension."""
     expected = "[" + ", ".join(f"{label}={size}" for label, size in shape) + "]"
     if tuple(tensor.shape) != tuple(size for _, size in shape):
         raise InvalidArgumentError(name, expected, list(tensor.shape))
     if tensor.dtype != dtype:
         raise InvalidArgumentError(name, f"dtype {dtype}", tensor.dtype)
-    if tensor.device.type != device.type or (
-        tensor.device.index is not None
-        and device.index is not None
-        and tensor.device.index != device.index
-    ):
+    indices = {tensor.device.index, device.index} - {None}
+    if tensor.device.type != device.type or len(indices) > 1:
         raise InvalidArgumentError(name, f"a tensor on {device}", f"one on {tensor.device}")
     if tensor.numel() == 0:
         return

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,11 +84,9 @@ class RunOptions:
 
 @dataclass
 class Prepared:
-    """A plan made ready to run.
+    """A plan made ready to run: its choices made, its runtime object with the chosen tilings.
 
     Attributes:
-        plan: the plan with every model-driven field resolved.
-        stage: the runtime object, with the chosen tilings.
         device: the device entry, None on the CPU.
         tuning: tuning result per stage name; empty when nothing was tuned.
         check: the outcome of the check, None when none was asked for.
@@ -101,7 +100,6 @@ class Prepared:
     check: CheckResult | None = None
 
     def require_device(self) -> DeviceSpec:
-        """The device entry of a plan prepared on a GPU."""
         if self.device is None:
             raise UnsupportedError(f"{self.plan.name}: expected a plan on a GPU, got the CPU")
         return self.device
@@ -230,23 +228,15 @@ def free_memory(where: str) -> int | None:
         limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, ValueError, KeyError):
         log.debug("%s tells no free memory", MEMORY_INFO)
-    try:
+    with suppress(OSError, ValueError):  # no control group, or "max": no limit
         most = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
-        limits.append(most - max(used - _reclaimable(), 0))
-    except (OSError, ValueError):  # no control group, or "max": no limit
-        pass
+        with suppress(OSError, ValueError, KeyError):  # file cache gives way to tensors
+            stat = (CONTROL_GROUP / "memory.stat").read_text()
+            cache = dict(line.split() for line in stat.splitlines())["inactive_file"]
+            used = max(used - int(cache), 0)
+        limits.append(most - used)
     return min(limits, default=None)
-
-
-def _reclaimable() -> int:
-    """Bytes of file cache that count as used by the control group and give way to tensors."""
-    try:
-        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
-        fields = dict(line.split() for line in lines)
-        return int(fields["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return 0
 
 
 def planning_device() -> DeviceSpec:

@@ -18,7 +18,7 @@ from tests.programs import write_script
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Each test reads the machine anew."""
-    cached = (env._version, env._git, env._gpu_of_index, env._torch_cuda_version)
+    cached = (env._version, env._git)
     for function in cached:
         function.cache_clear()
     yield

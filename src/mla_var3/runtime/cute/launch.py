@@ -45,22 +45,6 @@ def short_entry(host_function: Any) -> Entry:
     return ctypes.CFUNCTYPE(None)(address)
 
 
-class BoundLaunch:
-    """A program with arguments of its own.
-
-    One thread at a time may use it; programs give each caller its own.
-    """
-
-    def __init__(self, program: CuteProgram, args: Sequence[Any]) -> None:
-        self._program = program
-        self._args = tuple(args)  # keeps the tensors alive
-        self._buffer = ArgumentBuffer(program.kinds, program.device)
-        self._buffer.write(self._args)
-
-    def launch(self) -> None:
-        self._program.launch(self._buffer)
-
-
 _NUMBER_FORMATS = {INT32: "i4x", INT64: "q", FLOAT32: "f4x"}
 """How `struct` writes a number into a cell of 8 bytes."""
 
@@ -214,9 +198,15 @@ class CuteProgram:
         self._owners = tuple(owners)
         self._own = threading.local()
 
-    def bind(self, *args: Any) -> BoundLaunch:
-        """The program with arguments of its own, for repeated launches."""
-        return BoundLaunch(self, args)
+    def bind(self, *args: Any) -> Callable[[], None]:
+        """The launch with these arguments, for one thread at a time; it keeps the tensors alive."""
+        buffer = ArgumentBuffer(self.kinds, self.device)
+        buffer.write(args)
+
+        def launch(_alive: Any = args) -> None:
+            self.launch(buffer)
+
+        return launch
 
     def repeated(self, *args: Any) -> RepeatedLaunch:
         """The program with the numbers of these arguments, for launches on other tensors."""

@@ -108,7 +108,6 @@ def _planning_device(plan: KernelPlan) -> DeviceSpec:
 
 
 def _instruction_table(reports: list[CompileReport]) -> str:
-    """The instruction mix per kernel and target."""
     rows = []
     for r in reports:
         mix = " ".join(f"{name} {count}" for name, count in r.instructions.items() if count)

@@ -48,9 +48,9 @@ def program(gpu: FakeDevice) -> CuteProgram:
 def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu):
     args = arguments()
     bound = program(gpu).bind(*args)
-    bound.launch()
+    bound()
     gpu.stream = 9
-    bound.launch()
+    bound()
     expected = [args[0].data_ptr(), args[1].data_ptr(), 64, 1 << 40, 0.5]
     assert gpu.calls == [(*expected, 7), (*expected, 9)]
 
@@ -59,8 +59,8 @@ def test_callers_of_one_program_do_not_share_arguments(gpu):
     shared = program(gpu)
     first, second = shared.bind(*arguments(64)), shared.bind(*arguments(128))
     shared(*arguments(256))
-    first.launch()
-    second.launch()
+    first()
+    second()
     assert [call[2] for call in gpu.calls] == [256, 64, 128]
 
 
@@ -77,7 +77,7 @@ def test_another_current_device_is_refused(gpu):
     bound = program(gpu).bind(*arguments())
     gpu.index = 1
     with pytest.raises(InvalidArgumentError, match=r"cuda:0 as the current device.*cuda:1"):
-        bound.launch()
+        bound()
     assert gpu.calls == []
 
 
