@@ -120,21 +120,28 @@ def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     return made
 
 
-def make_record(
-    mode: NsightProfType, plan: KernelPlan, device: DeviceSpec | None
-) -> dict[str, Any]:
-    """Identity, parameters and environment of a run, JSON-ready; figures are added to it."""
-    kernel = plan.kernel_id
-    return {
+def make_result(
+    mode: NsightProfType,
+    prepared: Prepared,
+    total: StageFigures,
+    stages: list[StageFigures],
+    folder: Path | None,
+    **more: Any,
+) -> ProfileResult:
+    """The result of a run: its record has identity, parameters, environment and `more`."""
+    kernel, device = prepared.plan.kernel_id, prepared.device
+    record = {
         "kernel": kernel.full_name,
         "design": kernel.design,
         "version": kernel.version,
         "language": kernel.language,
         "prof_type": mode.value,
         "device": device.name if device else None,
-        "params": plan.params(),
+        "params": prepared.plan.params(),
         "environment": environment(),
+        **more,
     }
+    return ProfileResult(kernel.full_name, mode, total, stages, folder, prepared.check, record)
 
 
 def measured_result(
@@ -149,9 +156,9 @@ def measured_result(
 
     Without `clocks` they are those of now.
     """
-    record = make_record(mode, prepared.plan, prepared.require_device())
-    clocks = clocks or announce_clocks(record["environment"])
-    record |= {
+    result = make_result(mode, prepared, total, stages, folder)
+    clocks = clocks or announce_clocks(result.record["environment"])
+    result.record |= {
         "total": vars(total),
         "stages": [vars(figures) for figures in stages],
         "tilings": {name: tiling.to_dict() for name, tiling in prepared.stage.tilings().items()},
@@ -160,15 +167,7 @@ def measured_result(
         # A time that beats the specified peaks means that something is wrong.
         "above_roofline": (total.of_roofline_pct or 0.0) > 100.0,
     }
-    return ProfileResult(
-        kernel=prepared.plan.name,
-        mode=mode,
-        total=total,
-        stages=stages,
-        out_dir=folder,
-        check=prepared.check,
-        record=record,
-    )
+    return result
 
 
 def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
@@ -205,19 +204,9 @@ def stage_figures(
     spread_us: float | None = None,
     name: str = "",
 ) -> StageFigures:
-    """Figures of a stage, by its own name unless one is given.
-
-    Beside them its ideal time on a device, at the vendor's peaks.
-    """
-    cost = stage.cost()
-    return StageFigures(
-        name=name or stage.name,
-        time_us=time_us,
-        spread_us=spread_us,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        predicted_us=stage.predict_us(*device.peak_rates(dtype)),
-    )
+    """Figures of a stage, by its own name unless one is given, and its ideal time on a device."""
+    cost, ideal_us = stage.cost(), stage.predict_us(*device.peak_rates(dtype))
+    return StageFigures(name or stage.name, time_us, spread_us, cost.flops, cost.bytes, ideal_us)
 
 
 def kernel_figures(stage: Stage, device: DeviceSpec, dtype: str) -> list[StageFigures]:

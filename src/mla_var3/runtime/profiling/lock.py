@@ -137,13 +137,9 @@ def _holder(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ClockState:
-    """What is known about a GPU's clocks.
+    """Whether our script locked the clocks of a GPU, and the lock still seems to hold.
 
-    Attributes:
-        locked: whether our script locked them and the lock still seems to hold.
-        sm_mhz, memory_mhz: the locked clocks; None when not locked.
-        since: when they were locked, ISO 8601.
-        problem: why a marker was ignored; None when none was.
+    Without a lock the clocks are None; `problem` says why a marker was ignored.
     """
 
     locked: bool
@@ -212,8 +208,7 @@ def _full_uuid(uuid: str) -> str:
     return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
-def _boot_id() -> str | None:
-    try:
+def _boot_id() -> str:
+    with suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    return ""

@@ -2,8 +2,9 @@
 
     python -m mla_var3.runtime.profiling.target <spec.json>
 
-The spec says which plan, with which tilings, how often. Planning, inputs, compilation and warm-up
-happen outside the ranges, so that a profiler that filters by range sees the stages only.
+The spec says which plan, with which tilings, how often, so that nothing is tuned here. Planning,
+inputs, compilation and warm-up happen outside the ranges: a profiler that filters by range sees the
+stages only.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class TargetSpec:
         tilings: the tiling of every leaf kernel in launch order, with the kernel's name.
         runs: launches of each stage inside its range.
         warmup: launches of the whole before.
+        timeline: launch the whole, as `timeline.collect.record_runs` does, not each stage alone.
         nsight: arguments for nsight-python; None to mark the ranges only.
         device: table entry that the plan was made for: splits and shares of SMs follow it; None
             where only the GPU code was known.
@@ -65,6 +67,7 @@ class TargetSpec:
     tilings: list[dict[str, Any]]
     runs: int = 1
     warmup: int = 2
+    timeline: bool = False
     nsight: dict[str, Any] | None = None
     device: str | None = None
 
@@ -92,14 +95,6 @@ class TargetSpec:
     @classmethod
     def read(cls, path: Path) -> Self:
         return cls(**json.loads(path.read_text()))
-
-    @classmethod
-    def of_command_line(cls, arguments: Sequence[str] | None) -> Self:
-        """The spec whose file is the only argument, by default that of the process."""
-        given = sys.argv[1:] if arguments is None else list(arguments)
-        if len(given) != 1:
-            raise InvalidArgumentError("arguments", "one spec file", given)
-        return cls.read(Path(given[0]))
 
     def build_plan(self) -> KernelPlan:
         found: Any = importlib.import_module(self.module)
@@ -212,15 +207,23 @@ def _run_nsight(spec: TargetSpec) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the spec named on the command line."""
+    """Run the spec whose file is the only argument, by default that of the process."""
     import torch
 
     _leave_script_folder()
-    spec = TargetSpec.of_command_line(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 1:
+        raise InvalidArgumentError("arguments", "one spec file", given)
+    spec = TargetSpec.read(Path(given[0]))
     if spec.nsight is not None:
         _run_nsight(spec)
         return 0
     stage = _prepared_stage(spec)
+    if spec.timeline:
+        from mla_var3.runtime.profiling.timeline.collect import record_runs
+
+        record_runs(stage, torch.cuda.nvtx.range, spec.runs)
+        return 0
     for _ in range(spec.runs):
         launch_ranges(stage, torch.cuda.nvtx.range, _wait_for_profiler)
     return 0

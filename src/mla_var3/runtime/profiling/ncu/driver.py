@@ -242,12 +242,12 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     environment = {**target.package_environment(), "PATH": path}
     if _WITH_SOURCES in command:
         environment[SOURCE_LINES] = "1"
+    who = f"ncu {tool.version}"
     try:
         done = target.run_profiler(command, environment, _TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise UnsupportedError(
-            f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"
-        ) from error
+        expected = f"expected to finish within {_TIMEOUT_S} s"
+        raise UnsupportedError(f"{who}: {expected}, got no end") from error
     except OSError as error:
         raise MissingToolError(
             f"{command[0]}: expected a program that runs, got {error}"
@@ -262,7 +262,7 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     where = f"{_cause(text)} (full output in {log_file})"
     if "ERR_NVGPUCTRPERM" in text:
         raise UnsupportedError(
-            f"ncu {tool.version}: expected access to the GPU's performance counters, got "
+            f"{who}: expected access to the GPU's performance counters, got "
             "ERR_NVGPUCTRPERM; run as root or in a container with --cap-add=SYS_ADMIN, or let the "
             "administrator load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
             "(https://developer.nvidia.com/ERR_NVGPUCTRPERM); --prof_type=event needs no access"
@@ -270,14 +270,10 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     if unknown:
         raise UnknownMetricsError(sorted({name.rstrip(".,'\"") for name in unknown}))
     if done.returncode != 0:
-        raise UnsupportedError(
-            f"ncu {tool.version}: expected the profiled program to succeed, got exit code "
-            f"{done.returncode}: {where}"
-        )
+        got = f"got exit code {done.returncode}: {where}"
+        raise UnsupportedError(f"{who}: expected the profiled program to succeed, {got}")
     if not report.is_file():
-        raise UnsupportedError(
-            f"ncu {tool.version}: expected the report {report.name}, got none: {where}"
-        )
+        raise UnsupportedError(f"{who}: expected the report {report.name}, got none: {where}")
 
 
 def _cause(text: str) -> str:

@@ -26,13 +26,9 @@ _GLOBAL_SPEEDUP = 2
 _SECTOR_BYTES = 32
 _LEAST_GAIN_PCT = 5.0
 """Advice with a smaller gain is not worth reading."""
+_TIMES = {"n": 1e-3, "u": 1.0, "m": 1e3, "": 1e6}
 _SCALES = {
-    "us": {
-        **dict.fromkeys(("ns", "nsecond"), 1e-3),
-        **dict.fromkeys(("us", "usecond"), 1.0),
-        **dict.fromkeys(("ms", "msecond"), 1e3),
-        **dict.fromkeys(("s", "second"), 1e6),
-    },
+    "us": {f"{p}{unit}": scale for p, scale in _TIMES.items() for unit in ("s", "second")},
     "MHz": dict.fromkeys(("hz", "Hz", "cycle/second", "cycle/s"), 1e-6),
 }
 """Unit of a figure -> unit in the report -> factor."""
@@ -85,6 +81,8 @@ _PEAK = "avg.pct_of_peak_sustained_elapsed"
 _ACTIVE = "avg.pct_of_peak_sustained_active"
 _SHARED = "launch__shared_mem_per_block"
 _LOCAL = "l1tex__t_sectors_pipe_lsu_mem_local_op"
+_OCCUPANCY_LIMIT = "sm__maximum_warps_per_active_cycle_pct"
+_PER_CTA = "shared memory per CTA"
 _SECTORS: dict[str, Any] = {"additive": True, "scale": _SECTOR_BYTES}
 _SUM: dict[str, Any] = {"additive": True}
 _ONE: dict[str, Any] = {"per_kernel": True}
@@ -105,18 +103,10 @@ FIGURES: tuple[Figure, ...] = (
     Figure("memory_pct", f"gpu__compute_memory_throughput.{_PEAK}", "", "%"),
     Figure("issue_pct", f"smsp__issue_active.{_ACTIVE}", "issue slots busy", "%"),
     Figure("occupancy_pct", f"sm__warps_active.{_ACTIVE}", "achieved occupancy", "%"),
-    Figure(
-        "occupancy_limit_pct",
-        "sm__maximum_warps_per_active_cycle_pct",
-        "theoretical occupancy",
-        "%",
-        **_ONE,
-    ),
+    Figure("occupancy_limit_pct", _OCCUPANCY_LIMIT, "theoretical occupancy", "%", **_ONE),
     Figure("registers", "launch__registers_per_thread", "registers per thread", "register", **_ONE),
-    Figure("shared_static_bytes", f"{_SHARED}_static", "static shared memory per CTA", "B", **_ONE),
-    Figure(
-        "shared_dynamic_bytes", f"{_SHARED}_dynamic", "dynamic shared memory per CTA", "B", **_ONE
-    ),
+    Figure("shared_static_bytes", f"{_SHARED}_static", f"static {_PER_CTA}", "B", **_ONE),
+    Figure("shared_dynamic_bytes", f"{_SHARED}_dynamic", f"dynamic {_PER_CTA}", "B", **_ONE),
     Figure("shared_bytes", "", "", "B"),
     Figure("local_load_bytes", f"{_LOCAL}_ld.sum", "", "B", **_SECTORS),
     Figure("local_store_bytes", f"{_LOCAL}_st.sum", "", "B", **_SECTORS),
@@ -173,12 +163,9 @@ def combine_figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for figure in FIGURES:
         if not figure.metric or not all(figure.key in part for part in parts):
             continue
-        if figure.additive:
-            total[figure.key] = sum(part[figure.key] for part in parts)
-        else:
-            weight = sum(part["time_us"] for part in parts)
-            weighted = sum(part[figure.key] * part["time_us"] for part in parts)
-            total[figure.key] = weighted / weight
+        values = [part[figure.key] for part in parts]
+        weights = None if figure.additive else [part["time_us"] for part in parts]
+        total[figure.key] = sum(values) if weights is None else statistics.fmean(values, weights)
     return with_derived(total)
 
 

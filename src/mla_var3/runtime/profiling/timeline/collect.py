@@ -6,14 +6,12 @@ installed, it records the same kinds of runs once more for its own report and st
 Two kinds of runs are recorded. A *queued* run waits behind a spinning GPU until all of it is
 enqueued, so its timeline shows what the GPU can do. A *host-paced* run starts on an idle GPU, so
 its timeline shows what the host's launches cost.
-
-`python -m mla_var3.runtime.profiling.timeline.collect <spec.json>` is the program that Nsight
-Systems watches. The spec names the plan and its tilings, so that nothing is tuned under the
-profiler.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import shutil
 import subprocess
@@ -30,6 +28,7 @@ from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import TargetSpec, package_environment, run_profiler
 from mla_var3.runtime.profiling.timeline import model
 from mla_var3.runtime.profiling.timeline.model import HOST_PACED, QUEUED, WARMUP, Timeline
@@ -40,7 +39,6 @@ log = logging.getLogger(__name__)
 RangeMaker = Callable[[str], AbstractContextManager[object]]
 """Makes the context manager that marks a named range for the profiler."""
 
-MODULE = "mla_var3.runtime.profiling.timeline.collect"
 REPORTS = (model.GPU_TRACE, model.NVTX_PROJECTION, model.API_SUMMARY)
 DEFAULT_RUNS = 20
 
@@ -94,29 +92,23 @@ def head_start_cycles(host_s: float) -> int:
 @contextmanager
 def ranges_below(stage: Stage, make_range: RangeMaker) -> Iterator[None]:
     """While active, every stage below the given one launches inside a range of its name."""
-    nodes = list(_below(stage))
+    nodes = [*stage.children]
+    for node in nodes:
+        nodes += node.children
+
+    def launch_in_range(launch: Callable[[], None], name: str) -> None:
+        with make_range(name):
+            launch()
+
     try:
         for node in nodes:
             # An instance attribute hides the method; deleting it brings the method back.
-            vars(node)["launch"] = _in_range(node.launch, f"{QUEUED}{node.name}", make_range)
+            name = f"{QUEUED}{node.name}"
+            vars(node)["launch"] = functools.partial(launch_in_range, node.launch, name)
         yield
     finally:
         for node in nodes:
             vars(node).pop("launch", None)
-
-
-def _below(stage: Stage) -> Iterator[Stage]:
-    for child in stage.children:
-        yield child
-        yield from _below(child)
-
-
-def _in_range(launch: Callable[[], None], name: str, make_range: RangeMaker) -> Callable[[], None]:
-    def launch_in_range() -> None:
-        with make_range(name):
-            launch()
-
-    return launch_in_range
 
 
 def record_with_torch(stage: Stage, runs: int, trace: Path) -> Timeline:
@@ -150,9 +142,10 @@ def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) ->
         raise MissingToolError("Nsight Systems: expected the program nsys on PATH, got none")
     with tempfile.TemporaryDirectory() as temporary:
         spec = Path(temporary) / "spec.json"
-        TargetSpec.of(plan, stage, runs).write(spec)
+        timeline = dataclasses.replace(TargetSpec.of(plan, stage, runs), timeline=True)
+        timeline.write(spec)
         options = "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"
-        watched = sys.executable, "-m", MODULE, str(spec)
+        watched = sys.executable, "-m", target.MODULE, str(spec)
         output = str(report.with_suffix(""))
         _run([str(nsys), "profile", *options, "-o", output, *watched], report)
     stats.mkdir(exist_ok=True)
@@ -179,19 +172,3 @@ def _run(command: Sequence[str], result: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         got = str(error)
     raise UnsupportedError(f"nsys {command[1]}: expected {result.name}, got {got}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Record the runs that a spec asks for; returns the exit code."""
-    import torch
-
-    spec = TargetSpec.of_command_line(argv)
-    stage = spec.build_stage(spec.build_plan(), "cuda")
-    stage.launch()  # compiles what is compiled at first use, outside the timeline
-    wait_for_device(stage.name)
-    record_runs(stage, torch.cuda.nvtx.range, spec.runs)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
