@@ -230,7 +230,7 @@ def write_entry(key: ProgramKey, program: CompiledProgram) -> None:
         return
     figures = {name: getattr(program, name) for name in ("seconds", "dynamic_shared_bytes")}
     text = json.dumps({"key": key.fields, **figures}, sort_keys=True, indent=1)
-    parts = {_KEY: text, _OBJECT: program.object_code, _CUBIN: program.cubin, _PTX: program.ptx}
+    parts: dict[str, str | bytes] = {_KEY: text, _OBJECT: program.object_code, _CUBIN: program.cubin, _PTX: program.ptx}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in parts.items():
