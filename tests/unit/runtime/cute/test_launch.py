@@ -46,22 +46,17 @@ def program(gpu: FakeDevice) -> CuteProgram:
 
 
 def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu):
-    args = arguments()
-    bound = program(gpu).bind(*args)
+    """Callers of one program do not share arguments."""
+    args, shared = arguments(), program(gpu)
+    bound, other = shared.bind(*args), shared.bind(*arguments(128))
+    shared(*arguments(256))
     bound()
     gpu.stream = 9
     bound()
+    other()
     expected = [args[0].data_ptr(), args[1].data_ptr(), 64, 1 << 40, 0.5]
-    assert gpu.calls == [(*expected, 7), (*expected, 9)]
-
-
-def test_callers_of_one_program_do_not_share_arguments(gpu):
-    shared = program(gpu)
-    first, second = shared.bind(*arguments(64)), shared.bind(*arguments(128))
-    shared(*arguments(256))
-    first()
-    second()
-    assert [call[2] for call in gpu.calls] == [256, 64, 128]
+    assert gpu.calls[1:3] == [(*expected, 7), (*expected, 9)]
+    assert [call[2] for call in gpu.calls] == [256, 64, 64, 128]
 
 
 def test_a_cuda_error_is_raised_by_name(gpu):
@@ -133,10 +128,9 @@ def test_a_stage_launches_and_two_shapes_share_a_program(stage_on_gpu, gpu, comp
     first, second = stage_on_gpu(n=100), stage_on_gpu(n=300, factor=3.0)
     for stage in (first, second, first):
         stage.launch()
-    assert [call[3] for call in gpu.calls] == [100, 300, 100]
-    assert [call[5] for call in gpu.calls] == [2.0, 3.0, 2.0]
-    assert gpu.calls[0][0] == first.input_tensors[0].data_ptr()
-    assert gpu.calls[0][1] == first.output_tensors[0].data_ptr()
+    assert [call[3:6:2] for call in gpu.calls] == [(100, 2.0), (300, 3.0), (100, 2.0)]
+    tensors = (*first.input_tensors[:1], *first.output_tensors)
+    assert gpu.calls[0][:2] == tuple(tensor.data_ptr() for tensor in tensors)
     assert len(compilations) == len(cute_kernel._programs) == 1
 
 
