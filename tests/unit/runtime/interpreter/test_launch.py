@@ -139,12 +139,10 @@ def test_error_in_a_helper_names_both_lines():
     def kernel(x):
         failing_helper(ct.load(x, (0,), (TILE,)))
 
-    with pytest.raises(InterpreterError) as caught:
+    with pytest.raises(InterpreterError, match="operation reshape") as caught:
         interpreter.launch((1,), kernel, (torch.zeros(4),))
-    message = str(caught.value)
-    assert "operation reshape" in message
-    assert "in failing_helper: return ct.reshape(x, (3,))" in message
-    assert "in kernel: failing_helper(ct.load(x, (0,), (TILE,)))" in message
+    for line in ("failing_helper: return ct.reshape(x, (3,))", "kernel: failing_helper(ct.load(x,"):
+        assert f"in {line}" in str(caught.value)
     assert isinstance(caught.value.__cause__, ct.TileTypeError)
 
 

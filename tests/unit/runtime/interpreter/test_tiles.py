@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from mla_var3.errors import InterpreterError
-from tests.unit.runtime.interpreter.interpreter_support import (
-    apply,
-    elements,
-    evaluate,
-    load,
-    values,
-)
+from tests.unit.runtime.interpreter import interpreter_support as on_cpu
+from tests.unit.runtime.interpreter.interpreter_support import apply, evaluate
 
 NAN = math.nan
 
@@ -71,18 +66,18 @@ def test_extract_and_insert_with_dynamic_index():
     x = torch.arange(16.0).reshape(4, 4)
 
     def body(a, i):
-        tile = load(a, (4, 4))
+        tile = on_cpu.load(a, (4, 4))
         part = tile.extract((i, 0), (2, 2))
         return tile.insert((0, i), part)
 
     expected = x.clone()
     expected[:2, 2:] = x[2:, :2]
-    assert torch.equal(elements(body, x, 1), expected)
+    assert torch.equal(on_cpu.elements(body, x, 1), expected)
     with pytest.raises(InterpreterError, match=r"subtile index \(2, 0\) is outside"):
         evaluate(body, x, 2)
 
 
 def test_assumptions_are_checked():
-    assert values(lambda n: ct.assume_divisible_by(n, 8), 16) == 16
+    assert on_cpu.values(lambda n: ct.assume_divisible_by(n, 8), 16) == 16
     with pytest.raises(InterpreterError, match="17 is not divisible by 8"):
         evaluate(lambda n: ct.assume_divisible_by(n, 8), 17)
