@@ -140,12 +140,11 @@ def targets_in(source: str) -> tuple[str, ...]:
     """The `targets` that a module's source assigns; all where it assigns none."""
     targets = TARGETS
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-            continue
-        names = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-        if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
-            with suppress(ValueError, TypeError):  # no literal
-                targets = tuple(ast.literal_eval(node.value))
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            names = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
+                with suppress(ValueError, TypeError):  # no literal
+                    targets = tuple(ast.literal_eval(node.value))
     return targets
 
 
@@ -346,12 +345,6 @@ def profile_path(mode: str, kernel: str, params: str, label: str | None = None) 
     """A new path `out/profiles/<mode>/<kernel>/<params>/<timestamp>`."""
     name = timestamp() + (f"-{slug(label)}" if label else "")
     return output_root() / "profiles" / mode / kernel / params / name
-
-
-def autotune_file(device: str, language: str, kernel: str, stage: str, key: str) -> Path:
-    """The autotuning history of one stage: `cache/kernel-autotune/<device>/...json`."""
-    folder = cache_root() / "kernel-autotune" / slug(device) / language / kernel
-    return folder / f"{stage}-{key}.json"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

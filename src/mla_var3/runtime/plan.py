@@ -40,12 +40,9 @@ ASSUMED_DEVICE = "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Target:
-    """The hardware that a plan is made for.
+    """The hardware that a plan is made for: a compile target, for example "sm_90", and a device.
 
-    Attributes:
-        code: compile target, for example "sm_90".
-        device: table entry whose SM count and rates the plan's choices follow; None where only the
-            compile target is known.
+    The plan's choices follow the device; it is None where only the target is known.
     """
 
     code: str = TARGETS[0]

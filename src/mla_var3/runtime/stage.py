@@ -100,11 +100,8 @@ def is_power_of_two(value: int) -> bool:
 class CompiledKernel:
     """One kernel compiled ahead of time for one target.
 
-    Attributes:
-        cubin: machine code.
-        artifacts: other files worth keeping (bytecode, intermediate code), by file name.
-        dynamic_shared_bytes: shared memory per CTA that the launch asks for beside what the
-            machine code itself declares.
+    `artifacts` are other files worth keeping, by file name; `dynamic_shared_bytes` is the shared
+    memory per CTA that the launch asks for beside what the machine code itself declares.
     """
 
     target: str

@@ -86,10 +86,7 @@ class RunOptions:
 class Prepared:
     """A plan made ready to run: its choices made, its runtime object with the chosen tilings.
 
-    Attributes:
-        device: the device entry, None on the CPU.
-        tuning: tuning result per stage name; empty when nothing was tuned.
-        check: the outcome of the check, None when none was asked for.
+    There is no device entry on the CPU, no tuning or check where none was asked for.
     """
 
     plan: KernelPlan

@@ -138,15 +138,11 @@ def source_hash(plan: KernelPlan, kernels: Iterable[KernelStage]) -> str:
     return digest.hexdigest()
 
 
-def key_digest(key: Mapping[str, Any]) -> str:
-    """Short digest of a key, for the file name."""
-    return hashlib.sha256(canonical(key).encode()).hexdigest()[:_DIGEST_LENGTH]
-
-
 def history_path(plan: KernelPlan, spec: DeviceSpec, key: Mapping[str, Any]) -> Path:
-    """The file of a key."""
-    language = plan.kernel_id.language
-    return paths.autotune_file(spec.name, language, plan.name, key["stage"], key_digest(key))
+    """The file of a key: `cache/kernel-autotune/<device>/<language>/<kernel>/<stage>-....json`."""
+    digest = hashlib.sha256(canonical(key).encode()).hexdigest()[:_DIGEST_LENGTH]
+    folder = paths.cache_root() / "kernel-autotune" / paths.slug(spec.name)
+    return folder / plan.kernel_id.language / plan.name / f"{key['stage']}-{digest}.json"
 
 
 class History:

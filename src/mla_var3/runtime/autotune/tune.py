@@ -80,7 +80,7 @@ def autotune(
     instruments = instruments or Instruments()
     outcomes: dict[str, StageTuning] = {}
     units = units_of(stage)
-    end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
+    end = _end_of(options)
     for place, unit in enumerate(units):
         now = time.monotonic()
         deadline = now + max(end - now, 0.0) / (len(units) - place)
@@ -122,17 +122,15 @@ def refine_plan(
     history = History(history_path(plan, spec, key), key, retune=options.retune)
     what, total = f"refine {plan.name}", len(candidates)
     searched = False
-    end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
+    end = _end_of(options)
     for done, candidate in enumerate(candidates):
         entry = history.get(candidate.params())
         if entry is not None and is_attempted(entry):
             continue
         searched = True
         options.progress(what, done, total, candidate.params_label())
-        share = options
-        if options.tune_seconds is not None:
-            left = max(end - time.monotonic(), 0.0)
-            share = dataclasses.replace(options, tune_seconds=left / (total - done))
+        left = max(end - time.monotonic(), 0.0) / (total - done)
+        share = dataclasses.replace(options, tune_seconds=left)
         try:
             timing, used = _time_plan(candidate, spec, share, instruments)
         except GpuLostError:
@@ -155,6 +153,11 @@ def refine_plan(
     best = distinct[canonical(winner["config"])]
     options.progress(what, total, total, best.params_label())
     return best
+
+
+def _end_of(options: RunOptions) -> float:
+    """When the seconds for tuning are over, as `time.monotonic` counts."""
+    return math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
 
 
 def _time_plan(
@@ -216,17 +219,11 @@ class Search:
         return self._tuning(best, from_cache)
 
     def _tuning(self, best: Entry | None, from_cache: bool) -> StageTuning:
-        return StageTuning(
-            stage=self._unit.name,
-            key=self._history.key,
-            path=self._history.path,
-            best=None if best is None else best["config"],
-            best_us=median_us(best) if best is not None and is_timed(best) else None,
-            results=self._history.entries,
-            from_cache=from_cache,
-            complete=self._history.complete,
-            candidates=len(self._combos),
-        )
+        history = self._history
+        config = None if best is None else best["config"]
+        time_us = median_us(best) if best is not None and is_timed(best) else None
+        found = (history.path, config, time_us, history.entries, from_cache, history.complete)
+        return StageTuning(self._unit.name, history.key, *found, candidates=len(self._combos))
 
     def _search(self) -> None:
         if len(self._combos) > _LARGE_SEARCH and self._options.tune_max_iters is None:

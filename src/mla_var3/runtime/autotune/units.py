@@ -34,14 +34,7 @@ Combo = tuple[Tiling, ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """What is tuned together.
-
-    Attributes:
-        name: unique name within the runtime object.
-        stage: what is launched and timed.
-        kernels: the leaf kernels, by unique name, in launch order.
-        groups: the concurrent groups in it, each with the range of its kernels.
-    """
+    """What is tuned together, with the ranges of kernels of the concurrent groups in it."""
 
     name: str
     stage: Stage
@@ -113,12 +106,7 @@ _time = partial(time_gpu, max_seconds=0.5)
 
 @dataclass(frozen=True)
 class Instruments:
-    """What a search measures with; tests bring their own.
-
-    Attributes:
-        time: times what a function launches, with a cold L2 cache.
-        healthy: whether the GPU can still be used after an error.
-    """
+    """What a search measures with, with a cold L2 cache; tests bring their own."""
 
     time: Callable[[Callable[[], None]], Timing] = _time
     compile: Callable[[KernelStage, str, Any], CompileReport] = compile_report
@@ -127,13 +115,7 @@ class Instruments:
 
 @dataclass(frozen=True)
 class Check:
-    """What is known about a tiling of one kernel before it runs.
-
-    Attributes:
-        hard: why it cannot run.
-        soft: why it would run badly.
-        report: its compile report; None when it was not compiled.
-    """
+    """What is known of a tiling before it runs: why it cannot (hard), would run badly (soft)."""
 
     hard: tuple[str, ...] = ()
     soft: tuple[str, ...] = ()

@@ -47,11 +47,8 @@ _KEY, _OBJECT, _CUBIN, _PTX = "key.json", "program.o", "program.cubin", "program
 class CompiledProgram:
     """A host function with its kernels, compiled for one architecture.
 
-    Attributes:
-        object_code: relocatable object with the host code and the machine code.
-        cubin: machine code alone.
-        seconds: wall time of the compilation, when it was done.
-        dynamic_shared_bytes: the most shared memory per CTA that a launch asks for.
+    `object_code` holds host and machine code, `cubin` the latter alone; `dynamic_shared_bytes` is
+    the most shared memory per CTA that a launch asks for.
     """
 
     name: str
@@ -230,11 +227,12 @@ def write_entry(key: ProgramKey, program: CompiledProgram) -> None:
         return
     figures = {name: getattr(program, name) for name in ("seconds", "dynamic_shared_bytes")}
     text = json.dumps({"key": key.fields, **figures}, sort_keys=True, indent=1)
-    parts: dict[str, str | bytes] = {_KEY: text, _OBJECT: program.object_code, _CUBIN: program.cubin, _PTX: program.ptx}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in parts.items():
-            archive.writestr(name, content)
+        archive.writestr(_KEY, text)
+        archive.writestr(_OBJECT, program.object_code)
+        archive.writestr(_CUBIN, program.cubin)
+        archive.writestr(_PTX, program.ptx)
     try:
         write_atomic(key.path, buffer.getvalue())
     except OSError as error:

@@ -101,10 +101,8 @@ def artifact_folder(
 def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     """The same problem in another version of the plan's design; None keeps the plan.
 
-    A parameter that only this version has may stay behind where it was left at its default.
-
-    Raises:
-        UnknownNameError: a chosen parameter that the other version does not have.
+    A parameter that only this version has may stay behind where it was left at its default; a
+    chosen one that the other version lacks is an UnknownNameError.
     """
     if version is None:
         return plan

@@ -45,12 +45,9 @@ class NsightProfType(enum.Enum):
 class StageFigures:
     """Figures of one stage or of the whole run.
 
-    Attributes:
-        time_us: median time in microseconds; None where nothing was timed (static mode).
-        spread_us: half the distance between the 10th and the 90th percentile.
-        flops, bytes: what the algorithm needs.
-        predicted_us: ideal time on the device named in the result, at the vendor's peaks.
-        extra: mode-specific figures.
+    Its median time is None where nothing was timed; the spread is half the distance between the
+    10th and the 90th percentile. `flops` and `bytes` are what the algorithm needs, `predicted_us`
+    the ideal time on the device of the result at the vendor's peaks, `extra` is up to the mode.
     """
 
     name: str
@@ -83,15 +80,7 @@ class StageFigures:
 
 @dataclass
 class ProfileResult:
-    """What a profiling run returns.
-
-    Attributes:
-        total: figures of the whole runtime object.
-        stages: figures per kernel.
-        out_dir: folder of the artifacts; None in disabled mode.
-        check: outcome of the check; None when none ran.
-        record: environment, parameters and figures, JSON-ready.
-    """
+    """What a profiling run returns: figures, and all of it as a JSON-ready `record`."""
 
     kernel: str
     mode: NsightProfType

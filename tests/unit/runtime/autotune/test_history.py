@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mla_var3.runtime.autotune import history as autotune_cache
-from mla_var3.runtime.autotune.history import History, canonical, key_digest, tuning_key
+from mla_var3.runtime.autotune.history import History, canonical, history_path, tuning_key
 from mla_var3.runtime.measure import summarise
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import Tiling
@@ -61,7 +61,7 @@ def test_each_part_of_the_key_changes_the_file(source, monkeypatch):
     keys.append(make_key(source, b=2))
     monkeypatch.setattr(autotune_cache, "toolkit_versions", lambda language: {"cuda-tile": "9"})
     keys.append(make_key(source, b=2))
-    assert len(set(map(key_digest, keys))) == 6
+    assert len({history_path(FakePlan(), SPEC, key) for key in keys}) == 6
 
 
 def test_a_checkout_may_move(tmp_path):

@@ -58,12 +58,9 @@ class NcuTool(NamedTuple):
 
 
 class Collection(NamedTuple):
-    """How the metrics were collected.
+    """How the metrics were collected: by "nsight-python", or by "ncu" for the reason in `note`.
 
-    Attributes:
-        collector: "nsight-python" or "ncu".
-        note: why it was not nsight-python.
-        dropped: metrics that this profiler or GPU does not have.
+    `dropped` are metrics that this profiler or GPU does not have.
     """
 
     collector: str

@@ -185,13 +185,9 @@ def stall_cycles(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 class Rule:
     """One result of Nsight Compute's own rules, its texts without markup.
 
-    Attributes:
-        section: identifier of its section.
-        is_advice: whether it proposes an optimisation.
-        speedup_pct: estimated gain; None without an estimate.
-        is_global: whether the estimate is about the kernel's time, not about one unit.
-        metrics: the metrics that it looked at, with its comments.
-        tables: its tables, as (title, headers, rows).
+    The estimated gain is None without an estimate; `is_global` says that it is about the kernel's
+    time, not about one unit. `metrics` are those that it looked at, with its comments; `tables` are
+    (title, headers, rows).
     """
 
     identifier: str
@@ -255,12 +251,9 @@ class Launch:
 
 @dataclass
 class StageProfile(StageMeasurement):
-    """What was measured of one stage, over all runs: `figures` are medians, by key of `FIGURES`.
+    """What was measured of one stage: all launches, run by run, and medians over the runs.
 
-    Attributes:
-        launches: the launches, run by run.
-        runs: how often the stage ran.
-        spread_us: half the distance between the 10th and the 90th percentile of the duration.
+    The spread is half the distance between the 10th and the 90th percentile of the duration.
     """
 
     launches: list[Launch] = field(kw_only=True)

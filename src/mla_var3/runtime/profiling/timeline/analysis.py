@@ -54,11 +54,8 @@ class Group(NamedTuple):
 class Outline:
     """The kernels that a runtime object launches, and which of them may overlap.
 
-    Attributes:
-        name: of the whole.
-        leaves: label of every kernel in launch order; a second one of a name is `name.2`.
-        names: the kernels' own names, in the same order.
-        groups: concurrent groups, outer ones first.
+    `leaves` are the labels of the kernels in launch order, of which a second one of a name is
+    `name.2`; `names` their own names in the same order; outer groups come first.
     """
 
     name: str
@@ -133,13 +130,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Iteration:
-    """One run of the runtime object.
-
-    Attributes:
-        host: the range around it on the host.
-        launches: what it did on the GPU, in launch order.
-        api_ns: time spent inside CUDA calls on the host.
-    """
+    """One run of the runtime object: `api_ns` is the time spent inside CUDA calls on the host."""
 
     host: HostRange
     launches: tuple[Launch, ...]
@@ -177,12 +168,8 @@ class Iteration:
 class GroupOverlap(NamedTuple):
     """How far the members of a concurrent group ran at the same time, in one run.
 
-    Attributes:
-        overlap_ns: time in which at least two members ran.
-        possible_ns: the longest overlap that members of these lengths could have.
-        busy_ns: time in which at least one member ran.
-        member_ns: time of each member.
-        pairs: overlap of each two members, by their positions.
+    That is the time in which at least two members ran, beside the longest that members of these
+    lengths could overlap, the time in which any ran, and the overlap of each two by position.
     """
 
     overlap_ns: int
