@@ -46,7 +46,7 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     """The metrics as collected, launch by launch, and the figures of the report."""
     raw = [
         (measured.name, index * measured.runs // len(measured.launches), launch.function, name,
-         value.value, value.unit)
+         *value)
         for measured in session.profiles
         for index, launch in enumerate(measured.launches)
         for name, value in sorted(launch.metrics.items())
@@ -54,15 +54,10 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     ]  # fmt: skip
     columns = ("stage", "run", "function", "metric", "value", "unit")
     write_csv(session.folder / "nsight_raw_metrics.csv", columns, raw)
-    keys = [figure.key for figure in FIGURES]
-    write_csv(
-        session.folder / "nsight_formatted_metrics.csv",
-        ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck"),
-        [
-            (s.name, *(s.extra.get(key) for key in keys), s.extra.get("bottleneck"))
-            for s in result.rows
-        ],
-    )
+    columns = ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck")
+    keys = (*(figure.key for figure in FIGURES), "bottleneck")
+    formatted = [(stage.name, *map(stage.extra.get, keys)) for stage in result.rows]
+    write_csv(session.folder / "nsight_formatted_metrics.csv", columns, formatted)
 
 
 def _report(session: Session, result: ProfileResult) -> list[str]:

@@ -37,7 +37,12 @@ def ncu_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 def write_ncu(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
     result = make_result(session)
-    compact, verbose = [], []
+    compact = []
+    verbose = [
+        common.header(f"{result.kernel}, ncu mode, all sections", result.record),
+        "## How it was measured\n",
+        ncu_session.method_table(session),
+    ]
     for measured in session.profiles:
         source = KernelSource.of(measured.main)
         _write_kernel(session, measured, source)
@@ -45,12 +50,7 @@ def write_ncu(session: Session) -> ProfileResult:
         compact += _compact_kernel(measured, rules, source)
         verbose += _verbose_kernel(measured, rules)
     common.write_artifacts(result, session.prepared, _report(session, result, compact))
-    opening = [
-        common.header(f"{result.kernel}, ncu mode, all sections", result.record),
-        "## How it was measured\n",
-        ncu_session.method_table(session),
-    ]
-    write_atomic(session.folder / "report-verbose.md", "\n".join([*opening, *verbose]))
+    write_atomic(session.folder / "report-verbose.md", "\n".join(verbose))
     return result
 
 

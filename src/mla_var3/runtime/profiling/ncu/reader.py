@@ -217,13 +217,10 @@ class Section(NamedTuple):
 
 @dataclass
 class Launch:
-    """One profiled kernel launch.
+    """One profiled kernel launch, in an NVTX range whose name comes without the prefix.
 
-    Attributes:
-        range_name: the NVTX range it ran in, without the prefix.
-        metrics: every metric by name.
-        action: the object of `ncu_report`, for source-level metrics.
-        report: the report that the action belongs to; the reference keeps it open.
+    `action` is the object of `ncu_report` for source-level metrics, of a report that the reference
+    keeps open.
     """
 
     range_name: str
@@ -284,8 +281,7 @@ def read_launches(path: Path) -> list[Launch]:
     found = []
     for part in map(report.range_by_idx, range(report.num_ranges())):
         for action in map(part.action_by_idx, range(part.num_actions())):
-            name = _range_name(action)
-            if name is not None:
+            if name := _range_name(action):
                 metrics = {n: _value(action.metric_by_name(n)) for n in action.metric_names()}
                 found.append(Launch(name, action.name(), metrics, action, report))
     return found

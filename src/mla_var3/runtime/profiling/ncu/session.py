@@ -93,17 +93,9 @@ def profile(
         collection = driver.collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
     launches = reader.read_launches(folder / "report.ncu-rep")
-    return Session(
-        mode=mode,
-        prepared=prepared,
-        folder=folder,
-        tool=tool,
-        collection=collection,
-        clocks=clocks,
-        profiles=reader.stage_profiles(launches, list(event_us), count),
-        event_us=event_us,
-        not_disassembled=not_disassembled,
-    )
+    profiles = reader.stage_profiles(launches, list(event_us), count)
+    measured = (clocks, profiles, event_us, not_disassembled)
+    return Session(mode, prepared, folder, tool, collection, *measured)
 
 
 def make_result(session: Session) -> ProfileResult:
@@ -269,19 +261,17 @@ def whole_note(session: Session) -> str:
 
 def timer_note(result: ProfileResult) -> str:
     """The profiler's duration beside the time by CUDA events, and why they differ."""
-    parts, explain = [], False
+    parts, differences = [], [0.0]
     for stage in result.stages:
-        event = stage.extra.get("event_us")
+        event, clock = stage.extra.get("event_us"), stage.extra.get("sm_clock_mhz")
         if event and stage.time_us:
-            clock = stage.extra.get("sm_clock_mhz")
             at = f" at {clock:.0f} MHz" if clock else ""
-            difference = stage.time_us / event - 1
-            explain = explain or abs(difference) > AGREEMENT
+            differences.append(stage.time_us / event - 1)
             parts.append(
                 f"{stage.name} took {microseconds(stage.time_us)} under the profiler{at}, "
-                f"{microseconds(event)} by CUDA events ({difference:+.1%})."
+                f"{microseconds(event)} by CUDA events ({differences[-1]:+.1%})."
             )
-    if explain:
+    if max(map(abs, differences)) > AGREEMENT:
         parts.append(
             "Both start with cold caches. Events also cover the launch of the kernel (a few "
             "microseconds, most of a short one); the profiler pauses between its passes, so the "

@@ -29,7 +29,6 @@ GPU_TRACE = "cuda_gpu_trace"
 NVTX_PROJECTION = "nvtx_gpu_proj_trace"
 API_SUMMARY = "cuda_api_sum"
 
-_MB = 1e6
 _GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 _API_KINDS = ("cuda_runtime", "cuda_driver")
 _RANGE_KIND = "user_annotation"
@@ -180,7 +179,7 @@ def most_overlap(lengths: Sequence[int]) -> int:
     return min(total - max(lengths, default=0), total // 2)
 
 
-def write_stats(timeline: Timeline, folder: Path) -> list[Path]:
+def write_stats(timeline: Timeline, folder: Path) -> None:
     """Write the files that `nsys stats` would write, with the columns that CUPTI fills.
 
     CUPTI counts static and dynamic shared memory as one; the sum is in the dynamic column.
@@ -190,11 +189,9 @@ def write_stats(timeline: Timeline, folder: Path) -> list[Path]:
         NVTX_PROJECTION: _nvtx_rows(timeline),
         API_SUMMARY: _api_rows(timeline),
     }
-    written = []
     for name, rows in tables.items():
-        written.append(folder / f"report_{name}.csv")
-        write_csv(written[-1], list(rows[0]) if rows else [], [list(row.values()) for row in rows])
-    return written
+        values = [list(row.values()) for row in rows]
+        write_csv(folder / f"report_{name}.csv", list(rows[0]) if rows else [], values)
 
 
 def _gpu_row(timeline: Timeline, activity: GpuActivity) -> dict[str, object]:
@@ -206,7 +203,7 @@ def _gpu_row(timeline: Timeline, activity: GpuActivity) -> dict[str, object]:
         **dict(zip(("GrdX", "GrdY", "GrdZ"), activity.grid or ("",) * 3, strict=True)),
         **dict(zip(("BlkX", "BlkY", "BlkZ"), activity.block or ("",) * 3, strict=True)),
         "Reg/Trd": activity.registers,
-        "DymSMem (MB)": None if shared is None else f"{shared / _MB:.3f}",
+        "DymSMem (MB)": None if shared is None else f"{shared / 1e6:.3f}",
         "Device": timeline.device_name,
         "Strm": activity.stream,
         "Name": activity.name,
@@ -215,24 +212,20 @@ def _gpu_row(timeline: Timeline, activity: GpuActivity) -> dict[str, object]:
 
 def _nvtx_rows(timeline: Timeline) -> list[dict[str, object]]:
     """Ranges that launched something, projected on the GPU."""
-    rows: list[dict[str, object]] = []
-    for found, activities in zip(
-        timeline.ranges, timeline.activities_in(timeline.ranges), strict=True
-    ):
-        if activities:
-            start = min(activity.start for activity in activities)
-            rows.append(
-                {
-                    "Name": f":{found.name}",
-                    "Projected Start (ns)": start,
-                    "Projected Duration (ns)": max(a.end for a in activities) - start,
-                    "Orig Start (ns)": found.start,
-                    "Orig Duration (ns)": found.duration,
-                    "TID": found.thread,
-                    "NumGPUOps": len(activities),
-                }
-            )
-    return rows
+    inside = zip(timeline.ranges, timeline.activities_in(timeline.ranges), strict=True)
+    return [
+        {
+            "Name": f":{found.name}",
+            "Projected Start (ns)": (start := min(activity.start for activity in activities)),
+            "Projected Duration (ns)": max(activity.end for activity in activities) - start,
+            "Orig Start (ns)": found.start,
+            "Orig Duration (ns)": found.duration,
+            "TID": found.thread,
+            "NumGPUOps": len(activities),
+        }
+        for found, activities in inside
+        if activities
+    ]
 
 
 def _api_rows(timeline: Timeline) -> list[dict[str, object]]:
