@@ -74,17 +74,16 @@ class CheckResult:
         return all(output.passed for output in self.outputs)
 
     def require(self) -> None:
-        failed = [output for output in self.outputs if not output.passed]
+        failed = [
+            f"output {o.index}: relative error {o.error.relative_frobenius:.3g} "
+            f"(bound {o.relative_bound:.3g}), largest {o.error.max_abs:.3g} "
+            f"(bound {o.max_bound:.3g}), {o.error.nan_count} NaN, "
+            f"{o.error.mismatched_inf} wrong infinities"
+            for o in self.outputs
+            if not o.passed
+        ]
         if failed:
-            raise CheckFailedError(
-                "; ".join(
-                    f"output {o.index}: relative error {o.error.relative_frobenius:.3g} "
-                    f"(bound {o.relative_bound:.3g}), largest {o.error.max_abs:.3g} "
-                    f"(bound {o.max_bound:.3g}), {o.error.nan_count} NaN, "
-                    f"{o.error.mismatched_inf} wrong infinities"
-                    for o in failed
-                )
-            )
+            raise CheckFailedError("; ".join(failed))
 
     def to_dict(self) -> dict[str, Any]:
         return {"passed": self.passed, "outputs": [output.to_dict() for output in self.outputs]}

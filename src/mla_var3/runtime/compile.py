@@ -40,11 +40,9 @@ _MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
 """Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
 
 _EXPECTED_MMA = {
-    8: ("HMMA", re.compile(r"[A-Z]MMA")),
+    **dict.fromkeys((8, 12), ("HMMA", re.compile(r"[A-Z]MMA"))),
     9: ("HGMMA", re.compile(r"[A-Z]GMMA")),
-    10: ("UTCHMMA", re.compile(r"UTC\w*MMA")),
-    11: ("UTCHMMA", re.compile(r"UTC\w*MMA")),
-    12: ("HMMA", re.compile(r"[A-Z]MMA")),
+    **dict.fromkeys((10, 11), ("UTCHMMA", re.compile(r"UTC\w*MMA"))),
 }
 """Major compute capability -> the instructions that reach its full matrix rate. Hopper still runs
 HMMA, at a fraction of the rate of HGMMA: that is what a kernel falls back to when its tiles do not
@@ -103,8 +101,7 @@ class CompileReport:
 
     @property
     def spills(self) -> bool:
-        local = self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
-        return bool(self.stack_bytes) or local > 0
+        return bool(self.stack_bytes) or any(map(self.instructions.get, ("LDL", "STL")))
 
     @property
     def mma(self) -> dict[str, int]:
@@ -119,7 +116,7 @@ class CompileReport:
 
     @property
     def uses_tma(self) -> bool:
-        return any(self.instructions.get(name) for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
+        return any(map(self.instructions.get, ("UTMALDG", "UTMASTG", "UTMAREDG")))
 
     @property
     def misses_tensor_core(self) -> bool:
@@ -296,12 +293,10 @@ def loop_local(sass: str) -> int:
     for start, opcodes in enumerate(blocks):
         local = sum(opcode in ("LDL", "STL") for opcode in opcodes)
         seen: set[int] = set()
-        todo = list(after[start]) if local else []
+        todo = set(after[start]) if local else set()
         while todo:
-            block = todo.pop()
-            if block not in seen:
-                seen.add(block)
-                todo += after.get(block, ())
+            seen |= todo
+            todo = {block for known in todo for block in after.get(known, ())} - seen
         count += local if start in seen else 0
     return count
 
@@ -339,12 +334,7 @@ def _run(tool: Path, *arguments: str | Path) -> str:
     """Run a tool on a cubin that the compiler just made: if it fails, the tool is the problem."""
     try:
         done = subprocess.run(
-            [str(tool), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TOOL_TIMEOUT_S,
-            check=False,
+            [tool, *arguments], capture_output=True, errors="replace", timeout=_TOOL_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise MissingToolError(f"{tool}: expected a program that runs, got {error}") from error

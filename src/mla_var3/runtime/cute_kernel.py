@@ -235,12 +235,11 @@ def _key(
 
 def _toolchain() -> str:
     cuda = f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"
-    lines = " with source lines" if source_lines_wanted() else ""
+    lines = " with source lines" if _source_lines_wanted() else ""
     return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)} for CUDA {cuda}{lines}"
 
 
-def source_lines_wanted() -> bool:
-    """Whether programs carry source lines."""
+def _source_lines_wanted() -> bool:
     return os.environ.get(SOURCE_LINES, "").lower() in ("1", "true", "on", "yes")
 
 
@@ -263,8 +262,7 @@ def _trace_and_compile(
     try:
         with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
             options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {folder}"
-            if source_lines_wanted():
-                options += " --generate-line-info"
+            options += " --generate-line-info" if _source_lines_wanted() else ""
             if (level := key.fields["opt_level"]) is not None:
                 options += f" --opt-level {level}"
             arguments = [_placeholder(kind) for kind in kinds]

@@ -5,6 +5,7 @@ Nothing here raises for a thing that is missing; it is recorded as None.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -142,9 +143,9 @@ def _version(name: str) -> str | None:
     if found is not None or name not in ("tileiras", "ptxas"):
         return found
     tool = find_tool(name)
-    output = run_tool(tool, "--version") if tool else None
+    output = tool and run_tool(tool, "--version")
     match = re.search(r"\bV(\d+(?:\.\d+)+)", output or "")
-    return match[1] if match else None
+    return match and match[1]
 
 
 @functools.cache
@@ -223,8 +224,6 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def installed(*distributions: str) -> str | None:
     """The version of the first of some distributions that is installed, None of none."""
     for name in distributions:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None

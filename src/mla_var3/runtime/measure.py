@@ -11,6 +11,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,14 +137,12 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
 
 def timeout_s() -> float:
     """The time limit of one launch in seconds: $HYPER_MLA_TIMEOUT_S, or 60."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        limit = float(text) if text else DEFAULT_TIMEOUT_S
-    except ValueError:
-        limit = 0.0
-    if not limit > 0:
-        raise InvalidArgumentError(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text))
-    return limit
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
+    with suppress(ValueError):
+        limit = float(text)
+        if limit > 0:
+            return limit
+    raise InvalidArgumentError(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text))
 
 
 def wait_for_device(what: str, limit_s: float | None = None, event: Any = None) -> None:
@@ -195,8 +194,6 @@ class CudaClock:
                 "(torch.cuda.is_available() is false)"
             )
         self._torch = torch
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)
         self._flush_buffer: Any = None
 
     def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
@@ -231,7 +228,9 @@ class CudaClock:
     def flush_l2(self) -> None:
         """Enqueue a read of more than the L2 cache holds."""
         if self._flush_buffer is None:
-            size = self._flush_bytes // 4
+            cuda = self._torch.cuda
+            l2_bytes = cuda.get_device_properties(cuda.current_device()).L2_cache_size
+            size = max(_L2_FACTOR * l2_bytes, _MIN_FLUSH_BYTES) // 4
             self._flush_buffer = self._torch.zeros(size, dtype=self._torch.int32, device="cuda")
         self._flush_buffer.sum()
 

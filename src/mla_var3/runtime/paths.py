@@ -82,9 +82,9 @@ def current_name(name: str, language: str) -> str:
     new = RENUMBERED.get((design, number, language))
     if new is None:
         return name
-    message = "%s in %s is now %s_v%d: one id means one idea in every language"
-    log.warning(message, name, language, design, new)
-    return f"{design}_v{new}"
+    now = f"{design}_v{new}"
+    log.warning("%s in %s is now %s: one id is one idea in every language", name, language, now)
+    return now
 
 
 def kernel_id_of_module(module: str) -> KernelId | None:

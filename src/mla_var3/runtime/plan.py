@@ -229,14 +229,12 @@ class KernelPlan(ABC):
 
     def params_label(self) -> str:
         """Folder name of the parameters, for example `b32_s16_t4096_...`."""
-        parts = []
-        for key, value in self.params().items():
-            if value is None:
-                continue
+        given = {key: value for key, value in self.params().items() if value is not None}
+        for key, value in given.items():
             if isinstance(value, (tuple, list)):
-                value = f"{len(value)}values" if len(value) > 4 else "-".join(map(str, value))
-            parts.append(f"{key}{value}")
-        return "_".join(parts)
+                short = "-".join(map(str, value))
+                given[key] = f"{len(value)}values" if len(value) > 4 else short
+        return "_".join(f"{key}{value}" for key, value in given.items())
 
     def tiling_fields(self) -> dict[str, Tiling]:
         """The plan's tilings by field name: one for a single kernel, one per stage otherwise."""

@@ -285,10 +285,8 @@ class Search:
         """What to time where every candidate would run badly: those with the fewest stack bytes."""
         stacks: dict[int, int] = {}
         for number, combo in enumerate(self._combos):
-            if self._constraint_failures(combo):
-                continue
-            checks = self._checks(combo).values()
-            if not any(check.hard for check in checks):
+            checks = [] if self._constraint_failures(combo) else self._checks(combo).values()
+            if checks and not any(check.hard for check in checks):
                 stacks[number] = sum(check.stack_bytes for check in checks)
         fewest = min(stacks.values(), default=0)
         if stacks:

@@ -155,15 +155,10 @@ class StaticFilter:
 
     def summary(self, checks: dict[str, Check]) -> dict[str, Any] | None:
         """The compile figures for an entry, without what its config says already."""
-        summaries = {
-            name: {
-                field: value
-                for field, value in check.report.to_dict().items()
-                if field not in ("kernel", "tiling")
-            }
-            for name, check in checks.items()
-            if check.report is not None
-        }
+        reports = {name: check.report for name, check in checks.items() if check.report is not None}
+        summaries = {name: report.to_dict() for name, report in reports.items()}
+        for summary in summaries.values():
+            del summary["kernel"], summary["tiling"]
         if not summaries:
             return None
         return summaries if self._unit.joint else next(iter(summaries.values()))

@@ -174,7 +174,7 @@ def _pointer_error(
 ) -> InvalidArgumentError:
     """What is wrong with an argument that was compiled as a pointer."""
     if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
-        got = value.dtype if isinstance(value, torch.Tensor) else repr(value)
+        got = getattr(value, "dtype", value)
         return InvalidArgumentError(name, f"a tensor of {dtype}, as compiled", got)
     if device is not None and value.get_device() != device:
         return InvalidArgumentError(name, f"a tensor on cuda:{device}", f"one on {value.device}")

@@ -39,14 +39,6 @@ def _ceil_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return floor + (floor * y != x).to(floor.dtype)
 
 
-def _minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.fmin(x, y) if x.is_floating_point() else torch.minimum(x, y)
-
-
-def _maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y)
-
-
 # cuTile's name of the operation -> its stub and torch function. The stub of "pow" has rules of its
 # own, and that of "cdiv" does not reach the dispatch mode.
 _BINARY: dict[str, tuple[Callable[..., Any] | None, Elementwise]] = {
@@ -59,8 +51,8 @@ _BINARY: dict[str, tuple[Callable[..., Any] | None, Elementwise]] = {
     "mod": (ct.mod, torch.remainder),
     "pow": (None, torch.pow),
     "atan2": (ct.atan2, torch.atan2),
-    "min": (ct.minimum, _minimum),
-    "max": (ct.maximum, _maximum),
+    "min": (ct.minimum, torch.fmin),
+    "max": (ct.maximum, torch.fmax),
     "and_": (ct.bitwise_and, torch.bitwise_and),
     "or_": (ct.bitwise_or, torch.bitwise_or),
     "xor": (ct.bitwise_xor, torch.bitwise_xor),
@@ -96,19 +88,15 @@ def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType
 @lru_cache(maxsize=8192, typed=True)
 def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
     """The dtype that both operands are cast to, after cuTile's checks for the operation."""
-    x_dtype, y_dtype = (
-        api.dtype_of_constant_scalar(operand)
-        if isinstance(operand, bool | int | float)
-        else operand
-        for operand in (x, y)
-    )
+    numbers = [isinstance(operand, bool | int | float) for operand in (x, y)]
+    x_dtype = api.dtype_of_constant_scalar(x) if numbers[0] else x
+    y_dtype = api.dtype_of_constant_scalar(y) if numbers[1] else y
     if name in _BITWISE:
         if not all(api.is_integral(d) or api.is_boolean(d) for d in (x_dtype, y_dtype)):
             raise TileTypeError(
                 f"bitwise operations need integers or booleans, got {x_dtype} and {y_dtype}"
             )
-        both_typed = x is x_dtype and y is y_dtype
-        if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
+        if (not any(numbers) and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
             raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
     elif name in _SHIFTS:
         if not (api.is_integral(x_dtype) and api.is_integral(y_dtype)):
@@ -122,10 +110,8 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         raise TileTypeError(f"{name} does not support bool; cast to an integer first")
     if name in _COMPARISONS and api.is_restricted_float(common):
         raise TileTypeError(f"comparison is not defined for dtype {common}")
-    unsupported = (
-        api.is_integral if name in ("pow", "atan2") else api.is_float if name == "cdiv" else None
-    )
-    if unsupported is not None and unsupported(common):
+    unsupported = {"pow": api.is_integral, "atan2": api.is_integral, "cdiv": api.is_float}
+    if name in unsupported and unsupported[name](common):
         raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
     return common
 

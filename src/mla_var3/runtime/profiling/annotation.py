@@ -54,10 +54,10 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     ]  # fmt: skip
     columns = ("stage", "run", "function", "metric", "value", "unit")
     write_csv(session.folder / "nsight_raw_metrics.csv", columns, raw)
-    columns = ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck")
+    headers = ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck")
     keys = (*(figure.key for figure in FIGURES), "bottleneck")
     formatted = [(stage.name, *map(stage.extra.get, keys)) for stage in result.rows]
-    write_csv(session.folder / "nsight_formatted_metrics.csv", columns, formatted)
+    write_csv(session.folder / "nsight_formatted_metrics.csv", headers, formatted)
 
 
 def _report(session: Session, result: ProfileResult) -> list[str]:

@@ -60,8 +60,7 @@ def profiling_mode(
         ) -> ProfileResult:
             if not isinstance(plan, KernelPlan):
                 raise InvalidArgumentError("plan", "a KernelPlan", repr(plan))
-            folder = None if out_dir is None else Path(out_dir)
-            given = {"out_dir": folder, "label": label, "bench_runs": bench_runs}
+            given = {"out_dir": out_dir and Path(out_dir), "label": label, "bench_runs": bench_runs}
             changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
             chosen = dataclasses.replace(options or RunOptions(), **changes)
             if gpu and pick_device(chosen.device) != "cuda":

@@ -180,20 +180,17 @@ def clock_state(gpu_uuid: str | None, current_sm_mhz: float | None = None) -> Cl
         return ClockState(False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return ClockState(False, problem=f"{path} is not a clock marker: {error!r}")
-    problem = None
     boot = _boot_id()
     if _full_uuid(uuid) != _full_uuid(gpu_uuid):
-        problem = f"{path} is about another card, {uuid}"
+        problem = f"is about another card, {uuid}"
     elif boot and marker.get("boot_id") and marker["boot_id"] != boot:
-        problem = f"{path} is from before the last restart, which reset the clocks"
+        problem = "is from before the last restart, which reset the clocks"
     elif current_sm_mhz is not None and current_sm_mhz > sm_mhz + _CLOCK_STEP_MHZ:
-        problem = (
-            f"{path} says {sm_mhz} MHz, but the card runs at {current_sm_mhz:.0f} MHz: something "
-            "else reset the clocks"
-        )
-    if problem:
-        return ClockState(False, problem=problem)
-    return ClockState(True, sm_mhz, memory_mhz, since)
+        now = f"the card runs at {current_sm_mhz:.0f} MHz"
+        problem = f"says {sm_mhz} MHz, but {now}: something else reset the clocks"
+    else:
+        return ClockState(True, sm_mhz, memory_mhz, since)
+    return ClockState(False, problem=f"{path} {problem}")
 
 
 def announce_clocks(environment: dict[str, Any]) -> ClockState:

@@ -44,12 +44,10 @@ Range = Callable[[str], Any]
 
 @dataclass
 class TargetSpec:
-    """What the profiled program runs.
+    """What the profiled program runs: a plan by its class and fields, with its tilings.
 
     Attributes:
-        module, plan: where the plan class is.
         plan_tilings: the plan's own tilings by field name; shapes may depend on them.
-        target: GPU code that the plan was made for.
         tilings: the tiling of every leaf kernel in launch order, with the kernel's name.
         runs: launches of each stage inside its range.
         warmup: launches of the whole before.
