@@ -228,5 +228,4 @@ def test_two_threads_that_compile_leave_the_error_output_as_it_was():
     before = os.fstat(2)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda function: function(), (first, second)))
-    after = os.fstat(2)
-    assert (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)
+    assert os.path.samestat(os.fstat(2), before)

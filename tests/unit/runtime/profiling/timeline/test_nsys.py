@@ -23,6 +23,7 @@ import mla_var3
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.nsys import (
     kernel_figures,
@@ -84,12 +85,9 @@ def pair_timeline(
     """One run of two kernels, given as (start, end) in nanoseconds, launched at the given times."""
     gpu, api = [], []
     for index, (kernel, (start, end)) in enumerate((("left", left), ("right", right))):
-        gpu.append(
-            GpuActivity(
-                f"{kernel}_Kt1_A3", start, end - start, streams[index], index + 1,
-                grid=(ctas, 1, 1), block=(256, 1, 1), registers=128, shared_bytes=200_000,
-            )
-        )  # fmt: skip
+        sizes = {"grid": (ctas, 1, 1), "block": (256, 1, 1), "registers": 128}
+        place = (start, end - start, streams[index], index + 1)
+        gpu.append(GpuActivity(f"{kernel}_Kt1_A3", *place, **sizes, shared_bytes=200_000))
         api.append(ApiCall("cuLaunchKernelEx", launches[index], 500, 7, index + 1))
     return Timeline(gpu, api, [HostRange(name, 0, 10_000_000, 7)], "NVIDIA H200")
 
@@ -113,12 +111,9 @@ def test_the_recorded_trace_is_read_exactly(recorded):
     assert (len(recorded.gpu), len(recorded.api), len(recorded.ranges)) == (16, 74, 4)
     first = recorded.gpu[0]
     assert first.name.startswith("flash_mla_Kt1_")
-    assert (first.start, first.duration) == (3854574723623535, 82847)
-    assert (first.stream, first.correlation, first.grid, first.block) == (
-        *(13, 28),
-        *((32, 4, 1), (384, 1, 1)),
-    )
-    assert (first.registers, first.shared_bytes) == (168, 222048)
+    sizes = {"grid": (32, 4, 1), "block": (384, 1, 1), "registers": 168, "shared_bytes": 222048}
+    read = GpuActivity(first.name, 3854574723623535, 82847, stream=13, correlation=28, **sizes)
+    assert first == read
 
 
 def test_runs_and_kernels_of_the_recorded_trace(analysis):
@@ -142,13 +137,9 @@ def test_overlap_of_the_recorded_trace(analysis):
 
 def test_the_recorded_serialisation_is_the_hosts(analysis):
     (found,) = serialisations(PIPE, analysis.queued[:2])
-    assert (found["first"], found["second"], found["cause"]) == (
-        "flash_mla",
-        "flash_attention",
-        "host",
-    )
-    assert (found["runs"], found["of"]) == (2, 2)
-    assert "CUDA graph" in found["reason"]
+    assert "CUDA graph" in found.pop("reason")
+    pair = {"group": "overlap", "first": "flash_mla", "second": "flash_attention"}
+    assert found == {**pair, "cause": "host", "runs": 2, "of": 2}
     assert serialisations(PIPE, analysis.queued[2:]) == []
 
 
@@ -238,19 +229,14 @@ def test_why_members_did_not_overlap(causes, second, arguments):
 
 
 def test_host_paced_runs_are_kept_apart():
-    paced = pair_timeline((5_000, 50_000), (60_000, 90_000), name="hyper_mla_host@pair")
+    times = (5_000, 50_000), (60_000, 90_000)
     with pytest.raises(UnsupportedError, match="expected GPU activity inside ranges"):
-        analyse(paced, PAIR)
-    both = pair_timeline((5_000, 50_000), (60_000, 90_000))
-    found = analyse(both, PAIR)
+        analyse(pair_timeline(*times, name="hyper_mla_host@pair"), PAIR)
+    timeline = pair_timeline(*times)
+    # A range of the same name inside a run is no run of its own.
+    timeline.ranges.append(dataclasses.replace(timeline.ranges[0], start=1, duration=800))
+    found = analyse(timeline, PAIR)
     assert (len(found.queued), len(found.host_paced)) == (1, 0)
-
-
-def test_a_range_of_the_same_name_inside_a_run_is_no_run_of_its_own():
-    timeline = pair_timeline((5_000, 50_000), (60_000, 90_000))
-    inner = dataclasses.replace(timeline.ranges[0], start=1, duration=800)
-    timeline.ranges.append(inner)
-    assert len(analyse(timeline, PAIR).queued) == 1
 
 
 def test_without_groups_there_is_no_overlap_to_achieve(recorded):
@@ -343,19 +329,18 @@ def test_runs_are_recorded_by_kind(monkeypatch):
     """On a stand-in for the GPU: the order of spins, ranges and launches."""
     log: list[str] = []
 
-    class Range(contextlib.AbstractContextManager[None]):
-        def __init__(self, name: str) -> None:
-            log.append(name)
-
-        def __exit__(self, *_: object) -> None:
-            log.append("end")
+    @contextlib.contextmanager
+    def noted(name: str) -> Iterator[None]:
+        log.append(name)
+        yield
+        log.append("end")
 
     clock = SimpleNamespace(flush_l2=lambda: log.append("flush"))
     monkeypatch.setattr(timeline_collect, "CudaClock", lambda: clock)
     monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("spin"))
     kernel = fake_kernel("k", log)
-    timeline_collect.record_runs(kernel, Range, queued=2, host_paced=1, warmup=1)
+    timeline_collect.record_runs(kernel, noted, queued=2, host_paced=1, warmup=1)
     assert log == [
         *("hyper_mla_warmup@k", "k", "end"),
         *("flush", "spin", "hyper_mla@k", "k", "end"),
@@ -366,8 +351,6 @@ def test_runs_are_recorded_by_kind(monkeypatch):
 
 @pytest.fixture
 def prepared() -> Prepared:
-    from mla_var3.runtime.paths import find_kernel, plan_class
-
     plan = plan_class(find_kernel("mla_var6_plus"))(b=4, s=16, t=2048, n=512)
     return Prepared(plan, (), pipeline(), device_spec("NVIDIA H200"))
 
@@ -383,12 +366,10 @@ def test_all_artifacts_of_the_recorded_trace(prepared, tmp_path, caplog):
     (overlap,) = record["total"]["extra"]["overlap"]
     assert overlap["group"] == OVERLAP.name
     assert overlap["overlap_percent"] == pytest.approx(11.1, abs=0.1)
-    assert record["clocks"]["locked"] is False
-    assert "clocks not locked" in caplog.text
-    report = (tmp_path / "report.md").read_text()
-    assert "Recorded by a test." in report
-    assert "GPU clocks: clocks not locked; scripts/lock-gpu-clock.sh locks them" in report
-    assert "| overlap |" in report
+    assert record["clocks"]["locked"] is False and "clocks not locked" in caplog.text
+    unlocked = "GPU clocks: clocks not locked; scripts/lock-gpu-clock.sh locks them"
+    for words in ("Recorded by a test.", unlocked, "| overlap |"):
+        assert words in (tmp_path / "report.md").read_text()
     assert sorted(p.stem for p in (tmp_path / "tiling").iterdir()) == sorted(NAMES)
 
 
