@@ -6,7 +6,6 @@ same length.
 """
 
 import atexit
-import contextlib
 import csv
 import functools
 import json
@@ -53,7 +52,7 @@ from mla_var3.runtime.profiling.ncu.source import (
     annotate_source,
     line_profiles,
 )
-from mla_var3.runtime.workflow import Prepared, RunOptions
+from mla_var3.runtime.workflow import Prepared
 from tests.programs import python_stand_in
 
 pytest.importorskip("ncu_report", reason="the package that reads .ncu-rep is not installed")
@@ -345,42 +344,25 @@ def test_a_large_difference_to_event_time_is_explained(tmp_path):
     assert "Both start with cold caches" not in timer_note(result)
 
 
-class Machine:
-    """A GPU machine as far as a session sees it: planning, timing and compiling are replaced."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.compiled: list[str] = []
-        path = python_stand_in(folder / "ncu", STAND_IN.format(recording=str(RECORDING)))
-        timing = summarise([20.0], timer="cuda-event", cold_l2=True)
-        clocks = ClockState(True, 1500, 3201, "today")
-        monkeypatch.setattr(ncu_session, "time_gpu", lambda fn: timing)
-        monkeypatch.setattr(ncu_session, "announce_clocks", lambda environment: clocks)
-        monkeypatch.setattr(common, "current_device_name", lambda: "0")
-        monkeypatch.setattr(common, "device_lock", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
-        monkeypatch.setattr(common, "prepare", self.prepare)
-        monkeypatch.setattr(common, "compile_report", self.compile_report)
-        monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
-        monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: "it is missing")
-
-    def compile_report(self, kernel: Any, target: str, artifacts_dir: Path) -> None:
-        self.compiled.append(kernel.name)
-
-    def prepare(self, plan: Any, options: RunOptions) -> Prepared:
-        stage = plan.plan(*plan.prepare_inputs("meta"))
-        return Prepared(plan, (), stage, device_spec("NVIDIA H200"))
-
-
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    return Machine(monkeypatch, tmp_path)
+def machine(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The pretended GPU without tensors, and a stand-in for ncu that leaves the recording."""
+    gpu.where = "meta"
+    path = python_stand_in(tmp_path / "ncu", STAND_IN.format(recording=str(RECORDING)))
+    timing = summarise([20.0], timer="cuda-event", cold_l2=True)
+    clocks = ClockState(True, 1500, 3201, "today")
+    monkeypatch.setattr(ncu_session, "time_gpu", lambda fn: timing)
+    monkeypatch.setattr(ncu_session, "announce_clocks", lambda environment: clocks)
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
+    monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: "it is missing")
+    return gpu
 
 
 def test_the_whole_way(machine, tmp_path):
     result = annotation_profile_plan(recorded_plan(), out_dir=tmp_path / "out", bench_runs=1)
     assert result.get_total_time_us() == pytest.approx(308.128)
     assert result.out_dir == tmp_path / "out"
-    assert machine.compiled == list(STAGES)
+    assert [f"compile {stage} for sm_90" for stage in STAGES] == machine.log[2:4]
     arguments = json.loads((tmp_path / "out" / "arguments.json").read_text())
     assert arguments[-3:-1] == ["-m", "mla_var3.runtime.profiling.target"]
     spec = json.loads(Path(arguments[-1]).read_text())
