@@ -127,10 +127,8 @@ def source_hash(plan: KernelPlan, kernels: Iterable[KernelStage]) -> str:
     for kernel in kernels:
         files.update(kernel.source_files())
         owners += [kernel.plan, kernel.tiling]
-    for owner in owners:
-        module = inspect.getmodule(type(owner))
-        if getattr(module, "__file__", None):
-            files.add(Path(str(module.__file__)))  # type: ignore[union-attr]
+    modules = (inspect.getmodule(type(owner)) for owner in owners)
+    files.update(Path(path) for m in modules if (path := getattr(m, "__file__", None)))
     digest = hashlib.sha256()
     for name, content in sorted((file.name, file.read_bytes()) for file in files):
         digest.update(f"{name}:{len(content)}:".encode())
@@ -213,8 +211,8 @@ class History:
             "key": self.key,
             "environment": self._environment,
             "complete": self.complete,
-            "best": None if best is None else best["config"],
-            "best_us": None if best is None else median_us(best),
+            "best": best and best["config"],
+            "best_us": best and median_us(best),
             "results": self.entries,
         }
         write_atomic(self.path, json.dumps(content, indent=1, default=_plain) + "\n")

@@ -125,13 +125,10 @@ def kernel_figures(analysis: Analysis, leaf: int) -> dict[str, Any]:
     if not queued:
         return {"launches": 0}
     one = queued[0].activity
+    names = ("stream", "grid", "block", "registers", "shared_bytes")
     return {
         "launches": len(queued),
-        "stream": one.stream,
-        "grid": one.grid,
-        "block": one.block,
-        "registers": one.registers,
-        "shared_bytes": one.shared_bytes,
+        **{name: getattr(one, name) for name in names},
         "start_us": _median(
             [p.activity.start - r.span[0] for r in analysis.queued if (p := r.of_kernel(leaf))]
         ),
@@ -167,22 +164,22 @@ def _run_figures(shape: Outline, runs: list[Iteration]) -> dict[str, Any]:
 
 def overlap_figures(shape: Outline, runs: list[Iteration]) -> list[dict[str, Any]]:
     """The overlap of every concurrent group: medians over some runs."""
-    figures = []
+    figures: list[dict[str, Any]] = []
     for group in shape.groups:
         overlaps = [group_overlap(run, group) for run in runs]
         shares = [overlap.share for overlap in overlaps if overlap.share is not None]
-        members = range(len(group.members))
-        figures.append(
-            {
-                "group": group.name,
-                "members": [member.name for member in group.members],
-                "member_us": [_median([o.member_ns[i] for o in overlaps]) for i in members],
-                "overlap_us": _median([overlap.overlap_ns for overlap in overlaps]),
-                "possible_us": _median([overlap.possible_ns for overlap in overlaps]),
-                "overlap_percent": 100 * statistics.median(shares) if shares else None,
-                "busy_us": _median([overlap.busy_ns for overlap in overlaps]),
-            }
-        )
+        members = zip(*(overlap.member_ns for overlap in overlaps), strict=True)
+        names, percent = [member.name for member in group.members], None
+        if shares:
+            percent = 100 * statistics.median(shares)
+        found: dict[str, Any] = {
+            "group": group.name,
+            "members": names,
+            "member_us": [*map(_median, members)],
+        }
+        for key in ("overlap", "possible", "busy"):
+            found[f"{key}_us"] = _median([getattr(overlap, f"{key}_ns") for overlap in overlaps])
+        figures.append({**found, "overlap_percent": percent})
     return figures
 
 
@@ -224,10 +221,8 @@ def _overlap_section(figures: dict[str, Any]) -> list[str]:
         return ["## Overlap\n", "No stages run concurrently, so there is no overlap to achieve.\n"]
     rows = []
     for f in figures["overlap"]:
-        members = ", ".join(
-            f"{name} {microseconds(time)}"
-            for name, time in zip(f["members"], f["member_us"], strict=True)
-        )
+        timed = zip(f["members"], map(microseconds, f["member_us"]), strict=True)
+        members = ", ".join(map(" ".join, timed))
         times = [microseconds(f[key]) for key in ("busy_us", "overlap_us", "possible_us")]
         percent = f["overlap_percent"]
         achieved = MISSING if percent is None else f"{percent:.0f} %"
@@ -268,9 +263,8 @@ def _gap_section(analysis: Analysis, figures: dict[str, Any]) -> str:
         begun = [p for p in run.launches if p.activity.start >= end]
         before = max(ended, key=lambda p: p.activity.end)
         after = min(begun, key=lambda p: p.activity.start)
-        cause = "dependency or event on the GPU"
-        if after.call.end > start:
-            cause = "launched late by the host"
+        late = after.call.end > start
+        cause = "launched late by the host" if late else "dependency or event on the GPU"
         names = [launch_label(analysis.shape, p) for p in (before, after)]
         rows.append((microseconds((end - start) / 1e3), *names, cause))
     idle, span = figures["idle_us"], figures["span_us"]

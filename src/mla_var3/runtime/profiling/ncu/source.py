@@ -7,6 +7,7 @@ cubin, so what Nsight Compute samples per instruction can be summed up per line 
 from __future__ import annotations
 
 import heapq
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -235,19 +236,15 @@ def annotate_source(
     """The source with a comment before each line at which something was measured."""
     out = [f"# {line}" for line in title] + ["#"]
     for number, source in enumerate(text.splitlines(), start=1):
-        line = lines.get(number)
-        if line is not None and _is_worth(line, total):
-            hot = total > 0 and line.samples / total >= HOT_SHARE
+        line = lines.get(number, LineProfile())
+        share = line.samples / total if total else 0.0
+        bad = line.spills or line.excess_sectors or line.excess_wavefronts
+        if share >= _NOTED_SHARE or bad:
             indent = source[: len(source) - len(source.lstrip())]
-            mark = "HOT" if hot else "---"
+            mark = "HOT" if share >= HOT_SHARE else "---"
             out.append(f"{indent}# [{mark}] line {number}: {describe_line(line, total)}")
         out.append(source)
     return "\n".join(out) + "\n"
-
-
-def _is_worth(line: LineProfile, total: float) -> bool:
-    sampled = total > 0 and line.samples / total >= _NOTED_SHARE
-    return sampled or bool(line.spills or line.excess_sectors or line.excess_wavefronts)
 
 
 def source_ptx(report: Path, launch: Launch, instructions: Sequence[Instruction]) -> str:
@@ -255,14 +252,9 @@ def source_ptx(report: Path, launch: Launch, instructions: Sequence[Instruction]
     text = _embedded_ptx(report.read_bytes(), launch.function)
     if text is not None:
         return text
-    lines = ["// PTX instructions correlated with the machine code, in its order; not a module."]
-    previous = None
-    for item in instructions:
-        ptx = str(launch.action.ptx_by_pc(item.address) or "").strip()
-        if ptx and ptx != previous:
-            lines.append(ptx)
-        previous = ptx
-    return "\n".join(lines) + "\n"
+    lines = (str(launch.action.ptx_by_pc(i.address) or "").strip() for i in instructions)
+    told = "// PTX instructions correlated with the machine code, in its order; not a module."
+    return "\n".join([told, *(line for line, _ in itertools.groupby(lines) if line)]) + "\n"
 
 
 def _embedded_ptx(data: bytes, function: str) -> str | None:

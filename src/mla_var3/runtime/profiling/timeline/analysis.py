@@ -211,11 +211,10 @@ def group_overlap(run: Iteration, group: Group) -> GroupOverlap:
     """The overlap that a concurrent group achieved in one run."""
     busy = [run.busy(member.leaves) for member in group.members]
     lengths = tuple(length(member) for member in busy)
-    pairs = {
-        (i, j): overlap([busy[i], busy[j]]) for i, j in itertools.combinations(range(len(busy)), 2)
-    }
-    everything = [interval for member in busy for interval in member]
-    return GroupOverlap(overlap(busy), most_overlap(lengths), length(everything), lengths, pairs)
+    numbers = itertools.combinations(range(len(busy)), 2)
+    pairs = {(i, j): overlap([busy[i], busy[j]]) for i, j in numbers}
+    together = length(itertools.chain(*busy))
+    return GroupOverlap(overlap(busy), most_overlap(lengths), together, lengths, pairs)
 
 
 def analyse(timeline: Timeline, shape: Outline) -> Analysis:
