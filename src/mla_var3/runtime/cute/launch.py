@@ -12,6 +12,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -180,22 +181,17 @@ def _cells(count: int) -> struct.Struct:
     return struct.Struct(f"{count}N")
 
 
+@dataclass(eq=False)
 class CuteProgram:
     """A compiled and loaded host function, for arguments of certain kinds and any shape."""
 
-    def __init__(
-        self,
-        name: str,
-        kinds: Sequence[ArgumentKind],
-        device: int,
-        entry: Entry,
-        owners: Sequence[Any] = (),
-    ) -> None:
-        self.name = name
-        self.kinds = tuple(kinds)
-        self.device = device
-        self._entry = entry
-        self._owners = tuple(owners)
+    name: str
+    kinds: Sequence[ArgumentKind]
+    device: int
+    entry: Entry
+    owners: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
         self._own = threading.local()
 
     def bind(self, *args: Any) -> Callable[[], None]:
@@ -210,7 +206,7 @@ class CuteProgram:
 
     def repeated(self, *args: Any) -> RepeatedLaunch:
         """The program with the numbers of these arguments, for launches on other tensors."""
-        return RepeatedLaunch(self.name, self._entry, self.kinds, self.device, args)
+        return RepeatedLaunch(self.name, self.entry, self.kinds, self.device, args)
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current CUDA stream, with other arguments than last time.
@@ -231,7 +227,7 @@ class CuteProgram:
                 f"cuda:{current_device_index()}",
             )
         buffer.stream.value = raw_stream(self.device)
-        self._entry(buffer.packed)
+        self.entry(buffer.packed)
         if buffer.result.value:
             raise UnsupportedError(f"{self.name}: {describe_cuda_error(buffer.result.value)}")
 

@@ -21,7 +21,6 @@ from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan, Target
 from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import TargetSpec, launch_ranges
-from mla_var3.runtime.profiling.timeline import collect
 from mla_var3.runtime.stage import Stage
 from tests.unit.runtime.runtime_support import fake_kernel
 
@@ -112,7 +111,7 @@ def test_each_kernel_is_launched_alone_inside_its_range():
 def test_a_timeline_is_of_whole_runs(monkeypatch, tmp_path):
     recorded: list[Any] = []
     monkeypatch.setattr(target, "_prepared_stage", lambda spec: "stage")
-    monkeypatch.setattr(collect, "record_runs", lambda *given: recorded.append(given[::2]))
+    monkeypatch.setattr(target, "record_runs", lambda *given: recorded.append(given[::2]))
     plan = make_plan()
     spec = replace(TargetSpec.of(plan, meta_stage(plan), runs=4), timeline=True)
     spec.write(tmp_path / "spec.json")

@@ -24,12 +24,13 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.paths import find_kernel, plan_class
-from mla_var3.runtime.profiling import nsys
+from mla_var3.runtime.profiling import nsys, target
 from mla_var3.runtime.profiling.nsys import (
     kernel_figures,
     timeline_figures,
     timeline_sections,
 )
+from mla_var3.runtime.profiling.target import ranges_below
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
 from mla_var3.runtime.profiling.timeline.analysis import (
     Analysis,
@@ -43,7 +44,7 @@ from mla_var3.runtime.profiling.timeline.analysis import (
     serialisations,
     typical,
 )
-from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_with_nsys
+from mla_var3.runtime.profiling.timeline.collect import record_with_nsys
 from mla_var3.runtime.profiling.timeline.model import (
     ApiCall,
     GpuActivity,
@@ -336,11 +337,11 @@ def test_runs_are_recorded_by_kind(monkeypatch):
         log.append("end")
 
     clock = SimpleNamespace(flush_l2=lambda: log.append("flush"))
-    monkeypatch.setattr(timeline_collect, "CudaClock", lambda: clock)
-    monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
+    monkeypatch.setattr(target, "CudaClock", lambda: clock)
+    monkeypatch.setattr(target, "wait_for_device", lambda name: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("spin"))
     kernel = fake_kernel("k", log)
-    timeline_collect.record_runs(kernel, noted, queued=2, host_paced=1, warmup=1)
+    target.record_runs(kernel, noted, queued=2, host_paced=1, warmup=1)
     assert log == [
         *("hyper_mla_warmup@k", "k", "end"),
         *("flush", "spin", "hyper_mla@k", "k", "end"),
