@@ -31,7 +31,6 @@ from mla_var3.runtime.profiling.nsys import (
     timeline_sections,
 )
 from mla_var3.runtime.profiling.target import ranges_below
-from mla_var3.runtime.profiling.timeline import collect as timeline_collect
 from mla_var3.runtime.profiling.timeline.analysis import (
     Analysis,
     Group,
@@ -44,7 +43,6 @@ from mla_var3.runtime.profiling.timeline.analysis import (
     serialisations,
     typical,
 )
-from mla_var3.runtime.profiling.timeline.collect import record_with_nsys
 from mla_var3.runtime.profiling.timeline.model import (
     ApiCall,
     GpuActivity,
@@ -279,10 +277,10 @@ def test_recording_with_nsight_systems(profile, stats, message, prepared, tmp_pa
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "report.nsys-rep").write_text("of an earlier run in the same folder")
-    monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
+    monkeypatch.setattr(nsys, "find_tool", lambda name: program)
     fails = pytest.raises(UnsupportedError, match=message)
     with fails if message else contextlib.nullcontext():
-        record_with_nsys(prepared.plan, prepared.stage, 20, folder)
+        nsys.record_with_nsys(prepared.plan, prepared.stage, 20, folder)
     left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     report = ["report.nsys-rep"] if profile == 0 else []
     assert left == (report if message else [*report, "stats", "stats/report_cuda_gpu_trace.csv"])
@@ -295,11 +293,11 @@ def test_warnings_of_the_torch_profiler_are_logged(monkeypatch, tmp_path, caplog
         with make_range("hyper_mla@k"):
             warnings.warn("raw text of torch", stacklevel=1)
 
-    monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
-    monkeypatch.setattr(timeline_collect, "record_runs", record)
+    monkeypatch.setattr(nsys, "wait_for_device", lambda name: None)
+    monkeypatch.setattr(target, "record_runs", record)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        timeline = timeline_collect.record_with_torch(fake_kernel("k"), 20, tmp_path / "trace.json")
+        timeline = nsys.record_with_torch(fake_kernel("k"), 20, tmp_path / "trace.json")
     assert [found.name for found in timeline.ranges] == ["hyper_mla@k"]
     assert "torch.profiler: raw text of torch" in caplog.text
     assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
@@ -409,7 +407,7 @@ def test_the_program_under_nsys_imports_this_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = tmp_path / "found"
     code = "import mla_var3, sys; open(sys.argv[1], 'w').write(mla_var3.__file__)"
-    timeline_collect._run([sys.executable, "-c", code, str(result)], result)
+    nsys._run([sys.executable, "-c", code, str(result)], result)
     assert result.read_text() == mla_var3.__file__
 
 
