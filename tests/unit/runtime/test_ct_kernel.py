@@ -123,15 +123,9 @@ def test_hints_are_passed_to_the_compiler(hints):
 def test_two_threads_get_the_same_kernel_with_hints():
     """The code that a CUDA graph captured belongs to the kernel object, which must not go."""
 
-    class SlowFunction:
-        def __init__(self) -> None:
-            self.both = threading.Barrier(2)
-
-        def replace_hints(self, **hints: int) -> Any:
-            self.both.wait(5.0)
-            return object()
-
-    function, hints = SlowFunction(), {"occupancy": 2}
+    both = threading.Barrier(2, timeout=5.0)
+    function = SimpleNamespace(replace_hints=lambda **hints: (both.wait(), object())[1])
+    hints = {"occupancy": 2}
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(hinted_kernel, [function] * 2, [hints] * 2)
     assert one is other is hinted_kernel(function, hints)

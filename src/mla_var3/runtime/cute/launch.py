@@ -58,25 +58,16 @@ class RepeatedLaunch:
     earlier launch. Safe in several threads.
     """
 
-    def __init__(
-        self,
-        name: str,
-        entry: Entry,
-        kinds: Sequence[ArgumentKind],
-        device: int,
-        args: Sequence[Any],
-    ) -> None:
+    def __init__(self, program: CuteProgram, args: Sequence[Any]) -> None:
         """Keep the numbers among the arguments, and no tensor."""
-        self.device = device
-        self._name = name
-        self._entry = entry
-        self._kinds = kinds
+        self.device = program.device
+        self._name, self._entry, self._kinds = program.name, program.entry, program.kinds
         self._numbers = {
             place: value.value if isinstance(value, Int64Arg) else value
-            for place, (kind, value) in enumerate(zip(kinds, args, strict=True))
+            for place, (kind, value) in enumerate(zip(program.kinds, args, strict=True))
             if kind.tag in _NUMBER_FORMATS
         }
-        self._pointers = [place for place in range(len(kinds)) if place not in self._numbers]
+        self._pointers = [place for place in range(len(args)) if place not in self._numbers]
         self._own = threading.local()
 
     def __call__(self, *pointers: int) -> None:
@@ -206,7 +197,7 @@ class CuteProgram:
 
     def repeated(self, *args: Any) -> RepeatedLaunch:
         """The program with the numbers of these arguments, for launches on other tensors."""
-        return RepeatedLaunch(self.name, self.entry, self.kinds, self.device, args)
+        return RepeatedLaunch(self, args)
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current CUDA stream, with other arguments than last time.

@@ -475,10 +475,8 @@ def test_nesting(world):
 
 @pytest.fixture
 def refinable(world: World) -> FakePlan:
-    def build(owner: FakePlan) -> Stage:
-        # The time is the tiling's rows: the plan decides the candidates.
-        return world.kernel([owner.b * 100, owner.b * 10], owner=owner)
-
+    # The time is the tiling's rows: the plan decides the candidates.
+    build = lambda own: world.kernel([own.b * 100, own.b * 10], owner=own)  # noqa: E731
     return FakePlan(b=5, neighbours=(3, 4), build=build)
 
 
@@ -488,19 +486,13 @@ def test_the_fastest_neighbour_is_returned(world, refinable):
     assert world.refine(refinable, autotune=False).b == 3
     assert len(world.timed) == 3, "the second call used the history"
     (path,) = [path for path in _cache_files(refinable) if ".refine-" in path.name]
-    stored = json.loads(path.read_text())
-    assert [(e["config"]["b"], e["reason"]) for e in stored["results"]] == [
-        (5, "with attend rows=500 shape=(1, 2)"),
-        (3, "with attend rows=300 shape=(1, 2)"),
-        (4, "with attend rows=400 shape=(1, 2)"),
-    ]
+    results = {e["config"]["b"]: e["reason"] for e in json.loads(path.read_text())["results"]}
+    assert results == {b: f"with attend rows={b}00 shape=(1, 2)" for b in (5, 3, 4)}
 
 
 def test_untuned_tilings_are_part_of_what_a_refinement_holds_for(world):
     def refine(rows: int) -> int:
-        def build(owner: FakePlan) -> Stage:
-            return world.kernel([rows + owner.b], owner=owner)
-
+        build = lambda own: world.kernel([rows + own.b], owner=own)  # noqa: E731
         return world.refine(FakePlan(b=5, neighbours=(3,), build=build), autotune=False).b
 
     assert refine(100) == 3
