@@ -149,7 +149,7 @@ def test_local_memory_in_loops_is_told_apart():
 @pytest.mark.parametrize(
     ("target", "opcodes", "misses"),
     [
-        *((("sm_90", [opcode], False)) for opcode in ("HGMMA", "QGMMA")),
+        *(("sm_90", [opcode], False) for opcode in ("HGMMA", "QGMMA")),
         *((target, ["HMMA"], True) for target in ("sm_90a", "sm_100", "sm_103")),
         *(("sm_120", [opcode], False) for opcode in ("HMMA", "OMMA", "QMMA")),
         *(("sm_90", ["HGMMA", "HMMA"], False), ("sm_90", [], False)),

@@ -47,9 +47,13 @@ class AddTiling(Tiling):
 
 
 def make_kernel(
-    function: Any = add_number, *, device: str = "cpu", dtype: torch.dtype = torch.float32,
-    calls: list[tuple[str, int]] | None = None, **tiling: Any,
-) -> CtKernel:  # fmt: skip
+    function: Any = add_number,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    calls: list[tuple[str, int]] | None = None,
+    **tiling: Any,
+) -> CtKernel:
     """Notes in `calls` when the parts of a launch are built."""
     x = torch.arange(20.0, device=device).to(dtype)
     out = torch.zeros_like(x)
@@ -114,8 +118,8 @@ def test_an_illegal_tiling_is_refused_even_after_a_good_launch():
 @pytest.mark.parametrize("hints", [{}, {"occupancy": 1, "num_worker_warps": 8}])
 def test_hints_are_passed_to_the_compiler(hints):
     seen: list[dict[str, int]] = []
-    replace_hints = lambda **given: seen.append(given) or add_number  # noqa: E731
-    function = SimpleNamespace(replace_hints=replace_hints, _pyfunc=add_number._pyfunc)
+    function = SimpleNamespace(_pyfunc=add_number._pyfunc)
+    function.replace_hints = lambda **given: seen.append(given) or add_number
     make_kernel(function, **hints).launch()
     assert seen == [hints]
 

@@ -94,7 +94,11 @@ def test_the_check_runs_when_asked(error):
 def test_a_problem_beyond_the_memory_is_refused_before_anything_is_allocated(monkeypatch):
     allocated: list[str] = []
     inputs = DoublingPlan.prepare_inputs
-    noted = lambda plan, device: allocated.append(str(device)) or inputs(plan, device)  # noqa: E731
+
+    def noted(plan: DoublingPlan, device: Any) -> Any:
+        allocated.append(str(device))
+        return inputs(plan, device)
+
     monkeypatch.setattr(DoublingPlan, "prepare_inputs", noted)
     with pytest.raises(InvalidArgumentError) as caught:
         prepare(DoublingPlan(b=1 << 50), RunOptions(device="cpu", check=True))

@@ -225,6 +225,8 @@ class TiledView(ct.TiledView):  # type: ignore[misc]
 class ArrayList(list[Array]):
     """A kernel parameter that is a list of arrays, indexed with integer scalars."""
 
+    __iter__ = _refuse("a list of arrays cannot be iterated over")
+
     def __getitem__(self, index: Any) -> Any:
         position: int = index.__index__()
         if not 0 <= position < len(self):

@@ -337,7 +337,9 @@ def test_a_history_made_for_something_else_is_never_used(world, caplog):
     [
         *((r".{200}\Z", ""), (r".*", ""), (r".*", "[]"), ('"complete": true', '"complete": "yes"')),
         *(('"status": "ok"', '"status": "fine"'), ('"config"', '"konfig"')),
-        *((r'"median_us": 64\.0', f'"median{name}') for name in ('_us": -1.0', '_us": ""', '": 1')),
+        (r'"median_us": 64\.0', '"median_us": -1.0'),
+        (r'"median_us": 64\.0', '"median_us": "fast"'),
+        (r'"median_us": 64\.0', '"median": 64.0'),
         (r'"timing": \{.*?\}', '"timing": [64.0]'),
     ],
 )
@@ -476,8 +478,9 @@ def test_nesting(world):
 @pytest.fixture
 def refinable(world: World) -> FakePlan:
     # The time is the tiling's rows: the plan decides the candidates.
-    build = lambda own: world.kernel([own.b * 100, own.b * 10], owner=own)  # noqa: E731
-    return FakePlan(b=5, neighbours=(3, 4), build=build)
+    plan = FakePlan(b=5, neighbours=(3, 4))
+    plan.build = lambda own: world.kernel([own.b * 100, own.b * 10], owner=own)
+    return plan
 
 
 def test_the_fastest_neighbour_is_returned(world, refinable):
@@ -492,8 +495,9 @@ def test_the_fastest_neighbour_is_returned(world, refinable):
 
 def test_untuned_tilings_are_part_of_what_a_refinement_holds_for(world):
     def refine(rows: int) -> int:
-        build = lambda own: world.kernel([rows + own.b], owner=own)  # noqa: E731
-        return world.refine(FakePlan(b=5, neighbours=(3,), build=build), autotune=False).b
+        plan = FakePlan(b=5, neighbours=(3,))
+        plan.build = lambda own: world.kernel([rows + own.b], owner=own)
+        return world.refine(plan, autotune=False).b
 
     assert refine(100) == 3
     world.time_us = lambda rows: 1000.0 - rows

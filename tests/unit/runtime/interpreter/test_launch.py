@@ -106,6 +106,9 @@ def test_tuples_and_lists_of_arrays():
     ones = torch.ones(4)
     interpreter.launch((1,), kernel, ((ones, 3), [ones, 2 * ones], out))
     assert out.tolist() == [[3.0] * 4, [5.0] * 4]
+    for body in (lambda arrays: arrays[-1], lambda arrays: arrays[1], lambda arrays: [*arrays]):
+        with pytest.raises(InterpreterError, match="a list of"):
+            evaluate(body, [ones])
 
 
 def test_default_device_is_not_used():
