@@ -102,11 +102,8 @@ def spills_too_much(report: CompileReport) -> bool:
     """Whether registers are spilled beyond what is known."""
     allowed = ALLOWED_SPILLS.get(report.target, 0)
     known = ALLOWED_IN_LOOPS.get(report.kernel, 0) if allowed else 0
-    return report.spills and (
-        (report.stack_bytes or 0) > allowed
-        or report.loop_local is None
-        or report.loop_local > known
-    )
+    local = known + 1 if report.loop_local is None else report.loop_local
+    return report.spills and ((report.stack_bytes or 0) > allowed or local > known)
 
 
 def ctas_per_sm(report: CompileReport) -> int:

@@ -24,6 +24,11 @@ def write_script(path: Path, text: str) -> Path:
     return path
 
 
+def python_stand_in(path: Path, body: str) -> Path:
+    """An executable Python script that plays another program; its arguments are in `args`."""
+    return write_script(path, f"#!{sys.executable}\nimport sys\nargs = sys.argv[1:]\n{body}\n")
+
+
 def tools_alone(folder: Path, tools: Iterable[str]) -> Path:
     """A folder for PATH with these programs of the machine and no others."""
     folder.mkdir()

@@ -38,14 +38,7 @@ CACHES: tuple[dict[str, Any], ...] = (
 
 
 class Server:
-    """A batch of requests on one cache.
-
-    Args:
-        device: where it runs.
-        seed: of all draws and values.
-        fields: of `Mirror`.
-        graphs: whether the verifying call is replayed from a CUDA graph.
-    """
+    """A batch of requests on one cache; `graphs` replays the verifying call from a CUDA graph."""
 
     def __init__(self, device: str, seed: int, fields: dict[str, Any], graphs: bool) -> None:
         on_gpu = device != "cpu"
@@ -63,10 +56,7 @@ class Server:
         cache, q = self.mirror.cache, (self.mirror.b, self.s, self.mirror.h)
         assert cache is not None
         self.cache = cache
-        self.q_nope, self.q_rope = (
-            self.mirror.normal(*q, sizes["d"]),
-            self.mirror.normal(*q, sizes["p"]),
-        )
+        self.q_nope, self.q_rope = (self.mirror.normal(*q, sizes[name]) for name in "dp")
 
     def step(self) -> None:
         """One step: drafts in, one call, rejected drafts out; now and then requests change."""
@@ -93,20 +83,20 @@ class Server:
         mirror.append([self.rng.randint(1, most) if own else 0 for own in fresh])
 
     def _call(self) -> tuple[torch.Tensor, torch.Tensor]:
-        mirror = self.mirror
-        output, lse = mla_var3.mla_attention(
-            self.q_nope, self.q_rope, self.cache, mirror.w_uk, mirror.w_uv, return_lse=True
-        )
+        given = self.q_nope, self.q_rope, self.cache, self.mirror.w_uk, self.mirror.w_uv
+        output, lse = mla_var3.mla_attention(*given, return_lse=True)
         return output, lse
 
     def _verify(self) -> None:
         compare = self.steps % COMPARE_EVERY == 0
-        if not self.graphs:
-            if compare:
-                self.mirror.attend([self.s] * self.mirror.b, out=bool(self.steps % 2))
-            else:
-                self._call()
-            return
+        if not self.graphs and compare:
+            self.mirror.attend([self.s] * self.mirror.b, out=bool(self.steps % 2))
+        elif not self.graphs:
+            self._call()
+        else:
+            self._replay(compare)
+
+    def _replay(self, compare: bool) -> None:
         self.q_nope.copy_(self.mirror.normal(*self.q_nope.shape))
         if self.graph is None:
             self._call()  # compiled outside of the capture
@@ -115,10 +105,8 @@ class Server:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.results = self._call()
         self.graph.replay()
-        if compare:
-            self._compare_replay()
-
-    def _compare_replay(self) -> None:
+        if not compare:
+            return
         output, lse = (tensor.clone() for tensor in self.results)
         for request in range(self.mirror.b):
             expected = self.mirror.exact(
@@ -167,10 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         faulthandler.cancel_dump_traceback_later()
-    refusals = sum(server.refusals for server in servers)
-    sys.stdout.write(
-        f"{steps} steps, {refusals} with requests that found no pages, no wrong result\n"
-    )
+    refusals = f"{sum(server.refusals for server in servers)} with requests that found no pages"
+    sys.stdout.write(f"{steps} steps, {refusals}, no wrong result\n")
     return 0
 
 

@@ -24,7 +24,7 @@ def query_product(
     arguments = (q_nope, w_uk, q_latent, m, h, cta_count(m, h, sm_count_of(device.index)))
     host = ProjectQueriesSm90(ELEMENT_TYPES[q_nope.dtype])
     program = program_for(ProjectQueriesSm90.project_queries, host, arguments, None, device)
-    return program.bind(*arguments).launch
+    return program.bind(*arguments)
 
 
 def output_product(
@@ -37,4 +37,4 @@ def output_product(
     arguments = (o_latent, w_uv, None, None, None, out, None, m, h, splits)
     host = DecompressCombineSm90(ELEMENT_TYPES[o_latent.dtype], early, columns)
     kernel_fn = DecompressCombineSm90.decompress_combine
-    return program_for(kernel_fn, host, arguments, None, device).bind(*arguments).launch
+    return program_for(kernel_fn, host, arguments, None, device).bind(*arguments)

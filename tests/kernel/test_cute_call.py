@@ -29,7 +29,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
-from mla_var3.runtime.cute.launch import RepeatedLaunch
+from mla_var3.runtime.cute.launch import CuteProgram
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
@@ -166,7 +166,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
         cells = [*range(len(OPERANDS) + len(Partials._fields)), len(packed) - 2]
         seen.append(tuple(ctypes.c_uint64.from_address(packed[cell]).value for cell in cells))
 
-    repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
+    repeated = CuteProgram("flash_mla", kinds_of(arguments), 0, entry).repeated(*arguments)
     launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
     pointers = dict(
         zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 4096, 1024, 2048), strict=True)

@@ -25,7 +25,7 @@ from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_co
 from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import columns_for
 from mla_var3.runtime.cute.arguments import kinds_of
-from mla_var3.runtime.cute.launch import RepeatedLaunch
+from mla_var3.runtime.cute.launch import CuteProgram
 from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
@@ -179,7 +179,7 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch):
         wanted = (*tensors, *Partials._fields, "stream")
         seen.append({n: ctypes.c_uint64.from_address(cells[n]).value for n in wanted})
 
-    repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
+    repeated = CuteProgram("flash_mla", kinds_of(arguments), 0, entry).repeated(*arguments)
     workspace = {"q_latent": 1024, "o_latent": 2048}
     launch = whole_call.LatentLaunch(
         repeated, torch.device("cuda", 0), SMS, WHOLE_FIELDS, workspace

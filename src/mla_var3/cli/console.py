@@ -36,8 +36,7 @@ from mla_var3.errors import (
 )
 from mla_var3.runtime.check import CheckResult
 from mla_var3.runtime.markdown import json_ready, microseconds
-from mla_var3.runtime.profiling import figures
-from mla_var3.runtime.profiling.result import ProfileResult
+from mla_var3.runtime.profiling import ProfileResult, figures
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -16,7 +16,7 @@ from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import bar_plot
 from mla_var3.runtime.markdown import microseconds, number, quantity, table, write_json
 from mla_var3.runtime.paths import make_folder, split_full_name, write_atomic
-from mla_var3.runtime.profiling.result import ProfileResult, StageFigures
+from mla_var3.runtime.profiling import ProfileResult, StageFigures
 
 TOTAL = "total"
 RECORD = "params.json"

@@ -35,7 +35,6 @@ class OutputCheck:
 
     Attributes:
         index: position among the outputs.
-        shape: its shape.
         error: figures of the kernel.
         baseline: figures of the same computation in PyTorch in the kernel's dtype; None for a plan
             whose reference takes no `compute_dtype`, then the dtype's epsilon sets the bounds.
@@ -61,7 +60,6 @@ class OutputCheck:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, JSON-ready."""
         return {**dataclasses.asdict(self), "passed": self.passed}
 
 
@@ -73,25 +71,21 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every output passed."""
         return all(output.passed for output in self.outputs)
 
     def require(self) -> None:
-        """Raise CheckFailedError, with the figures, unless everything passed."""
-        failed = [output for output in self.outputs if not output.passed]
+        failed = [
+            f"output {o.index}: relative error {o.error.relative_frobenius:.3g} "
+            f"(bound {o.relative_bound:.3g}), largest {o.error.max_abs:.3g} "
+            f"(bound {o.max_bound:.3g}), {o.error.nan_count} NaN, "
+            f"{o.error.mismatched_inf} wrong infinities"
+            for o in self.outputs
+            if not o.passed
+        ]
         if failed:
-            raise CheckFailedError(
-                "; ".join(
-                    f"output {o.index}: relative error {o.error.relative_frobenius:.3g} "
-                    f"(bound {o.relative_bound:.3g}), largest {o.error.max_abs:.3g} "
-                    f"(bound {o.max_bound:.3g}), {o.error.nan_count} NaN, "
-                    f"{o.error.mismatched_inf} wrong infinities"
-                    for o in failed
-                )
-            )
+            raise CheckFailedError("; ".join(failed))
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures of all outputs, JSON-ready."""
         return {"passed": self.passed, "outputs": [output.to_dict() for output in self.outputs]}
 
 
@@ -131,16 +125,8 @@ def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> C
         else:
             other = compare(baseline, reference)
             allowed = other.relative_frobenius, other.max_abs
-        results.append(
-            OutputCheck(
-                index=index,
-                shape=tuple(output.shape),
-                error=own,
-                baseline=other,
-                relative_bound=_bound(allowed[0], 1.0),
-                max_bound=_bound(allowed[1], largest),
-            )
-        )
+        bounds = _bound(allowed[0], 1.0), _bound(allowed[1], largest)
+        results.append(OutputCheck(index, tuple(output.shape), own, other, *bounds))
     return CheckResult(tuple(results))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError
@@ -40,11 +40,9 @@ _MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
 """Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
 
 _EXPECTED_MMA = {
-    8: ("HMMA", re.compile(r"[A-Z]MMA")),
+    **dict.fromkeys((8, 12), ("HMMA", re.compile(r"[A-Z]MMA"))),
     9: ("HGMMA", re.compile(r"[A-Z]GMMA")),
-    10: ("UTCHMMA", re.compile(r"UTC\w*MMA")),
-    11: ("UTCHMMA", re.compile(r"UTC\w*MMA")),
-    12: ("HMMA", re.compile(r"[A-Z]MMA")),
+    **dict.fromkeys((10, 11), ("UTCHMMA", re.compile(r"UTC\w*MMA"))),
 }
 """Major compute capability -> the instructions that reach its full matrix rate. Hopper still runs
 HMMA, at a fraction of the rate of HGMMA: that is what a kernel falls back to when its tiles do not
@@ -72,10 +70,7 @@ class CompileReport:
     """The machine code of one kernel for one target, in figures.
 
     Attributes:
-        target: GPU code.
-        tiling: the tiling it was compiled with.
-        registers: registers per thread at launch.
-        stack_bytes: stack per thread; above zero means spills.
+        registers, stack_bytes: per thread, at launch; a stack above zero means spills.
         shared_bytes: shared memory that a CTA asks for, without what the driver reserves.
         threads: threads per CTA.
         cluster: CTAs per cluster that the machine code requires; a launch may ask for more.
@@ -84,8 +79,6 @@ class CompileReport:
         mma_shapes: the matrix instructions with their shape and types.
         consumer_registers: registers per thread that the consumer warps raise themselves to, None
             when they keep the launch value.
-        cubin_bytes: size of the machine code file.
-        seconds: wall time of the compilation.
         error: why it did not compile; then the figures are None or empty.
     """
 
@@ -108,13 +101,10 @@ class CompileReport:
 
     @property
     def spills(self) -> bool:
-        """Whether registers go to local memory."""
-        local = self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
-        return bool(self.stack_bytes) or local > 0
+        return bool(self.stack_bytes) or any(map(self.instructions.get, ("LDL", "STL")))
 
     @property
     def mma(self) -> dict[str, int]:
-        """The matrix instructions by opcode."""
         return {name: n for name, n in self.instructions.items() if _MMA.fullmatch(name)}
 
     @property
@@ -122,12 +112,11 @@ class CompileReport:
         """The matrix opcode that the kernel uses most, one of the target's own if any; or None."""
         own = {name: n for name, n in self.mma.items() if _is_expected(self.target, name)}
         used = own or self.mma
-        return max(used, key=lambda name: used[name]) if used else None
+        return max(used, key=used.__getitem__, default=None)
 
     @property
     def uses_tma(self) -> bool:
-        """Whether the bulk copy engine loads or stores tiles."""
-        return any(self.instructions.get(name) for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
+        return any(map(self.instructions.get, ("UTMALDG", "UTMASTG", "UTMAREDG")))
 
     @property
     def misses_tensor_core(self) -> bool:
@@ -136,7 +125,6 @@ class CompileReport:
 
     @property
     def verdict(self) -> str:
-        """The report in a few words."""
         if self.error:
             return f"does not compile: {self.error}"
         problems = []
@@ -156,7 +144,6 @@ class CompileReport:
         return f"ok, {used}, {'TMA' if self.uses_tma else 'no TMA'}, no spills"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and what follows from them, JSON-ready."""
         return {
             **dataclasses.asdict(self),
             "spills": self.spills,
@@ -168,13 +155,11 @@ class CompileReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild a report from `to_dict`."""
         names = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
-@dataclass(frozen=True)
-class Disassembly:
+class Disassembly(NamedTuple):
     """What the CUDA tools print about a cubin."""
 
     resources: str
@@ -218,10 +203,8 @@ def compile_report(
 
 def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
     """Whether a CTA of the compiled kernel fits the device's shared memory."""
-    return (
-        report.shared_bytes is not None
-        and report.shared_bytes <= spec.shared_memory_per_block_bytes
-    )
+    used = report.shared_bytes
+    return used is not None and used <= spec.shared_memory_per_block_bytes
 
 
 def disassemble(cubin: bytes) -> Disassembly:
@@ -310,12 +293,10 @@ def loop_local(sass: str) -> int:
     for start, opcodes in enumerate(blocks):
         local = sum(opcode in ("LDL", "STL") for opcode in opcodes)
         seen: set[int] = set()
-        todo = list(after[start]) if local else []
+        todo = set(after[start]) if local else set()
         while todo:
-            block = todo.pop()
-            if block not in seen:
-                seen.add(block)
-                todo += after.get(block, ())
+            seen |= todo
+            todo = {block for known in todo for block in after.get(known, ())} - seen
         count += local if start in seen else 0
     return count
 
@@ -353,12 +334,7 @@ def _run(tool: Path, *arguments: str | Path) -> str:
     """Run a tool on a cubin that the compiler just made: if it fails, the tool is the problem."""
     try:
         done = subprocess.run(
-            [str(tool), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TOOL_TIMEOUT_S,
-            check=False,
+            [tool, *arguments], capture_output=True, errors="replace", timeout=_TOOL_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise MissingToolError(f"{tool}: expected a program that runs, got {error}") from error

@@ -7,7 +7,6 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.cost import Cost
 from mla_var3.runtime.stage import Constraints, Stage, Tiling
 
 if TYPE_CHECKING:
@@ -21,9 +20,7 @@ JointValidator = Callable[[list[Any]], "Constraints | bool"]
 class KernelPipeline(Stage):
     """Stages that run one after another; later ones may read the outputs of earlier ones.
 
-    Attributes:
-        stages: runtime objects in launch order; the outputs of the last are the pipeline's.
-        pipeline_name: readable alias of `_name` for the constructor.
+    The outputs of the last are the pipeline's; `pipeline_name` is a readable alias of `_name`.
     """
 
     _name: str = ""
@@ -64,7 +61,6 @@ class ConcurrentKernels(Stage):
     can capture it. On the CPU the members run one after another.
 
     Attributes:
-        concurrent_kernels: the members.
         validate_joint_tiling_fn: given the tilings of all leaf kernels in order, rejects
             combinations that oversubscribe a shared resource.
         stream_priorities: CUDA stream priority per member (lower is more urgent), 0 by default.
@@ -83,11 +79,8 @@ class ConcurrentKernels(Stage):
         if not self.concurrent_kernels:
             raise InvalidArgumentError("concurrent_kernels", "at least one stage", "none")
         if self.stream_priorities and len(self.stream_priorities) != len(self.concurrent_kernels):
-            raise InvalidArgumentError(
-                "stream_priorities",
-                f"one per member ({len(self.concurrent_kernels)})",
-                len(self.stream_priorities),
-            )
+            expected = f"one per member ({len(self.concurrent_kernels)})"
+            raise InvalidArgumentError("stream_priorities", expected, len(self.stream_priorities))
         self.output_tensors = self.output_tensors or [
             tensor for member in self.concurrent_kernels for tensor in member.output_tensors
         ]
@@ -143,6 +136,5 @@ class ConcurrentKernels(Stage):
         A member that is itself a pipeline cannot finish before its own stages did, hence the
         maximum with the members' own times.
         """
-        joint: Cost = self.cost()
         alone = max(m.predict_us(peak_tflops, peak_gbps) for m in self.concurrent_kernels)
-        return max(joint.time_us(peak_tflops, peak_gbps), alone)
+        return max(self.cost().time_us(peak_tflops, peak_gbps), alone)

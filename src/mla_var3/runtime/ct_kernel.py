@@ -48,12 +48,7 @@ Grid = tuple[int, ...]
 
 @dataclass
 class CtKernel(KernelStage):
-    """A cuTile kernel with its grid and arguments.
-
-    Attributes:
-        grid_fn: tiling -> launch grid.
-        args_fn: tiling -> kernel arguments in order (tensors, numbers, constants).
-    """
+    """A cuTile kernel; its launch grid and its arguments, in order, follow from the tiling."""
 
     grid_fn: Callable[[Any], Grid] = field(kw_only=True)
     args_fn: Callable[[Any], Sequence[Any]] = field(kw_only=True)
@@ -147,14 +142,7 @@ def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel that is no stage of a plan.
-
-    Attributes:
-        kernel: A `@ct.kernel`.
-        grid: Its CTAs.
-        operands: Tensors and numbers, its first arguments.
-        constants: Its other arguments, known when it is compiled.
-    """
+    """A launch that is no stage of a plan; `constants` are its last arguments, compiled in."""
 
     kernel: Any
     grid: Grid
@@ -163,7 +151,6 @@ class Launch(NamedTuple):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """All arguments in order."""
         return (*self.operands, *self.constants)
 
 

@@ -38,7 +38,6 @@ from mla_var3.runtime.cute import cache as cute_cache
 from mla_var3.runtime.cute.arguments import ArgumentKind, Int64Arg, kinds_of
 from mla_var3.runtime.cute.cache import CompiledProgram, ProgramKey
 from mla_var3.runtime.cute.launch import (
-    BoundLaunch,
     CuteProgram,
     arch_of_device,
     arch_of_target,
@@ -50,15 +49,7 @@ from mla_var3.runtime.environment import SOURCE_LINES
 from mla_var3.runtime.paths import LANGUAGE_DISTRIBUTIONS, traced_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
-__all__ = [
-    "BoundLaunch",
-    "CuteKernel",
-    "CuteProgram",
-    "Int64Arg",
-    "compile_program",
-    "program_for",
-    "require_arch",
-]
+__all__ = ["CuteKernel", "CuteProgram", "Int64Arg", "program_for", "require_arch"]
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +91,7 @@ class CuteKernel(KernelStage):
     host_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     args_fn: Callable[[Any], Sequence[Any]] | None = field(default=None, kw_only=True)
     requires_arch: str = field(default="", kw_only=True)
-    _prepared: tuple[Any, BoundLaunch] | None = field(default=None, init=False, repr=False)
+    _prepared: tuple[Any, Callable[[], None]] | None = field(default=None, init=False, repr=False)
 
     language = LANGUAGE
     runs_on_cpu = False
@@ -127,20 +118,17 @@ class CuteKernel(KernelStage):
         prepared = self._prepared
         if prepared is None or prepared[0] != self.tiling:
             require_valid(self.tiling, self.plan)
-            self._prepared = prepared = (copy.copy(self.tiling), self._bind(self.tiling))
-        prepared[1].launch()
+            host, args = self._host_and_args(self.tiling)
+            device = self.output_tensors[0].device
+            require_arch(self.name, self.requires_arch, device)
+            program = program_for(self.kernel_fn, host, args, self.tiling, device)
+            self._prepared = prepared = (copy.copy(self.tiling), program.bind(*args))
+        prepared[1]()
 
     def _launch_cuda(self) -> None:
         require_arch(self.name, self.requires_arch, current_device())
         assert self.launch_fn is not None
         self.launch_fn(self.tiling)
-
-    def _bind(self, tiling: Any) -> BoundLaunch:
-        host, args = self._host_and_args(tiling)
-        device = self.output_tensors[0].device
-        require_arch(self.name, self.requires_arch, device)
-        program = program_for(self.kernel_fn, host, args, tiling, device)
-        return program.bind(*args)
 
     def require_target(self, target: str, device: str) -> None:
         if self.requires_arch and arch_of_target(target) != self.requires_arch:
@@ -200,12 +188,8 @@ def program_for(
 ) -> CuteProgram:
     """The program for these arguments, loaded on a GPU; compiled unless a cache has it.
 
-    Args:
-        kernel_fn: the `@cute.kernel` function, for its name and source.
-        host: the host function.
-        args: its arguments, without the stream; only their kinds matter.
-        tiling: the tiling that the host function was made for.
-        device: the GPU.
+    Of `kernel_fn`, the `@cute.kernel` function, name and source count; of `args`, the arguments of
+    the host function without the stream, only the kinds.
 
     Raises:
         KernelCompileError: it does not compile.
@@ -251,12 +235,11 @@ def _key(
 
 def _toolchain() -> str:
     cuda = f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"
-    lines = " with source lines" if source_lines_wanted() else ""
+    lines = " with source lines" if _source_lines_wanted() else ""
     return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)} for CUDA {cuda}{lines}"
 
 
-def source_lines_wanted() -> bool:
-    """Whether programs carry source lines."""
+def _source_lines_wanted() -> bool:
     return os.environ.get(SOURCE_LINES, "").lower() in ("1", "true", "on", "yes")
 
 
@@ -279,8 +262,7 @@ def _trace_and_compile(
     try:
         with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
             options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {folder}"
-            if source_lines_wanted():
-                options += " --generate-line-info"
+            options += " --generate-line-info" if _source_lines_wanted() else ""
             if (level := key.fields["opt_level"]) is not None:
                 options += f" --opt-level {level}"
             arguments = [_placeholder(kind) for kind in kinds]
@@ -290,7 +272,7 @@ def _trace_and_compile(
             return CompiledProgram(
                 name=key.name,
                 arch=arch,
-                object_code=function.dump_to_object(_symbol_prefix(key)),
+                object_code=function.dump_to_object(key.symbol),
                 cubin=bytes(function.__cubin__),
                 ptx=str(function.__ptx__),
                 seconds=time.perf_counter() - start,
@@ -340,7 +322,6 @@ def _dynamic_shared_bytes(host_code: str) -> int:
 
 
 def _placeholder(kind: ArgumentKind) -> Any:
-    """A value of the kind, for tracing."""
     if kind.tag == cute_arguments.ABSENT:
         return None
     if kind.dtype is not None:
@@ -356,16 +337,12 @@ def _offer_runtime_symbols() -> list[ctypes.CDLL]:
     return [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in libraries]
 
 
-def _symbol_prefix(key: ProgramKey) -> str:
-    return f"hyper_mla_{key.digest}"
-
-
 def _link(key: ProgramKey, compiled: CompiledProgram) -> Any:
     """The host function of a compiled program, linked into this process."""
     with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
         path = Path(folder, "program.o")
         path.write_bytes(compiled.object_code)
-        return load_module(str(path))[_symbol_prefix(key)]
+        return load_module(str(path))[key.symbol]
 
 
 def _load(key: ProgramKey, host: Any, kinds: Sequence[ArgumentKind], device: int) -> CuteProgram:

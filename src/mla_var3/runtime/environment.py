@@ -5,6 +5,7 @@ Nothing here raises for a thing that is missing; it is recorded as None.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -59,12 +60,10 @@ _SMI_FIELDS = {
 def environment() -> dict[str, Any]:
     """The circumstances of a run, JSON-ready: what is not there is None.
 
-    Versions, GPU properties and the commit are read once per process, the date and the clocks at
-    every call.
+    Versions and the commit are read once per process, the date and the clocks at every call.
     """
-    gpu = copy.deepcopy(_gpu())
-    if gpu is not None:
-        gpu.update(_smi(gpu["uuid"]))
+    if gpu := _gpu():
+        gpu |= _smi(gpu["uuid"])
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
@@ -74,7 +73,7 @@ def environment() -> dict[str, Any]:
             "torch": _version("torch"),
             **toolkit_versions(),
         },
-        "cuda_runtime": _torch_cuda_version(),
+        "cuda_runtime": torch.version.cuda if (torch := _torch()) else None,
         "platform": platform.platform(),
         "arch": platform.machine(),
         "git": copy.deepcopy(_git()),
@@ -110,13 +109,10 @@ def find_tool(name: str) -> Path | None:
     The wheels come first because they are what the kernel language itself runs; a toolkit that
     happens to be on PATH may be of another release.
     """
-    folders = [*_wheel_bin_folders()]
-    if on_path := shutil.which(name):
-        folders.append(Path(on_path).parent)
-    roots = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
-    folders += [Path(root, "bin") for root in roots if root]
-    programs = (folder / name for folder in folders)
-    return next((p for p in programs if os.access(p, os.X_OK) and p.is_file()), None)
+    roots = filter(None, (os.environ.get("CUDA_HOME"), "/usr/local/cuda"))
+    folders = (*_wheel_bin_folders(), os.environ.get("PATH"), *(f"{root}/bin" for root in roots))
+    found = (shutil.which(name, path=str(folder)) for folder in folders if folder)
+    return next((Path(path) for path in found if path), None)
 
 
 def _wheel_bin_folders() -> list[Path]:
@@ -133,11 +129,7 @@ def run_tool(*command: str | Path) -> str | None:
     """The standard output of a read-only query, None when it cannot run or fails."""
     try:
         done = subprocess.run(
-            [str(part) for part in command],
-            capture_output=True,
-            text=True,
-            timeout=_TOOL_TIMEOUT_S,
-            check=True,
+            command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         log.debug("%s: %s", command[0], error)
@@ -151,9 +143,9 @@ def _version(name: str) -> str | None:
     if found is not None or name not in ("tileiras", "ptxas"):
         return found
     tool = find_tool(name)
-    output = run_tool(tool, "--version") if tool else None
+    output = tool and run_tool(tool, "--version")
     match = re.search(r"\bV(\d+(?:\.\d+)+)", output or "")
-    return match[1] if match else None
+    return match and match[1]
 
 
 @functools.cache
@@ -175,6 +167,7 @@ def _git() -> dict[str, Any] | None:
     }
 
 
+@functools.cache
 def _torch() -> Any:
     try:
         import torch
@@ -184,23 +177,12 @@ def _torch() -> Any:
     return torch
 
 
-@functools.cache
-def _torch_cuda_version() -> str | None:
-    torch = _torch()
-    return None if torch is None else torch.version.cuda
-
-
 def _gpu() -> dict[str, Any] | None:
-    """What does not change about the current GPU; the current one may change."""
+    """The current GPU, which may change."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return None
-    return _gpu_of_index(torch.cuda.current_device())
-
-
-@functools.cache
-def _gpu_of_index(index: int) -> dict[str, Any]:
-    properties = _torch().cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
@@ -216,16 +198,16 @@ def _smi(uuid: str | None) -> dict[str, Any]:
     which = [f"--id={uuid if uuid.startswith('GPU-') else f'GPU-{uuid}'}"] if uuid else []
     query = [f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     lines = (run_tool("nvidia-smi", *which, *query) or "").strip().splitlines()
-    answers: list[str | None] = [part.strip() for part in lines[0].split(",")] if lines else []
+    answers = [part.strip() for part in lines[0].split(",")] if lines else []
     if len(answers) != len(_SMI_FIELDS):
-        answers = [None] * len(_SMI_FIELDS)
+        answers = ["N/A"] * len(_SMI_FIELDS)
     names = zip(_SMI_FIELDS.values(), answers, strict=True)
     return {name: _smi_value(name, answer) for name, answer in names}
 
 
-def _smi_value(name: str, text: str | None) -> Any:
+def _smi_value(name: str, text: str) -> Any:
     """A number, a truth value, a text, or None for what the driver does not say."""
-    if text is None or text.startswith(("[", "N/A")):
+    if text.startswith(("[", "N/A")):
         return None
     if text in ("Active", "Not Active"):
         return text == "Active"
@@ -242,8 +224,6 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def installed(*distributions: str) -> str | None:
     """The version of the first of some distributions that is installed, None of none."""
     for name in distributions:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,9 @@ mla_var6_plus, seen under the profiler) would be in the figure whenever the kern
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of repeated runs, in microseconds.
+    """Times of repeated runs, in microseconds; the median is the figure to report.
 
     Attributes:
-        median_us: the figure to report.
-        p10_us, p90_us: 10th and 90th percentile.
         timer: "cuda-event" or "cuda-graph".
         cold_l2: whether the L2 cache was flushed before each run.
     """
@@ -60,11 +59,9 @@ class Timing:
 
     @property
     def spread_us(self) -> float:
-        """Half the distance between the 10th and the 90th percentile."""
         return (self.p90_us - self.p10_us) / 2
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the spread, JSON-ready."""
         return {**dataclasses.asdict(self), "spread_us": self.spread_us}
 
 
@@ -113,15 +110,8 @@ def time_gpu(
 
 def summarise(samples_us: Sequence[float], *, timer: str, cold_l2: bool) -> Timing:
     """The figures of some runs."""
-    return Timing(
-        median_us=percentile(samples_us, 50),
-        p10_us=percentile(samples_us, 10),
-        p90_us=percentile(samples_us, 90),
-        min_us=float(min(samples_us)),
-        runs=len(samples_us),
-        timer=timer,
-        cold_l2=cold_l2,
-    )
+    median, low, high = (percentile(samples_us, percent) for percent in (50, 10, 90))
+    return Timing(median, low, high, float(min(samples_us)), len(samples_us), timer, cold_l2)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -147,14 +137,12 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
 
 def timeout_s() -> float:
     """The time limit of one launch in seconds: $HYPER_MLA_TIMEOUT_S, or 60."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        limit = float(text) if text else DEFAULT_TIMEOUT_S
-    except ValueError:
-        limit = 0.0
-    if not limit > 0:
-        raise InvalidArgumentError(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text))
-    return limit
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
+    with suppress(ValueError):
+        limit = float(text)
+        if limit > 0:
+            return limit
+    raise InvalidArgumentError(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text))
 
 
 def wait_for_device(what: str, limit_s: float | None = None, event: Any = None) -> None:
@@ -206,8 +194,6 @@ class CudaClock:
                 "(torch.cuda.is_available() is false)"
             )
         self._torch = torch
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)
         self._flush_buffer: Any = None
 
     def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
@@ -242,15 +228,15 @@ class CudaClock:
     def flush_l2(self) -> None:
         """Enqueue a read of more than the L2 cache holds."""
         if self._flush_buffer is None:
-            size = self._flush_bytes // 4
+            cuda = self._torch.cuda
+            l2_bytes = cuda.get_device_properties(cuda.current_device()).L2_cache_size
+            size = max(_L2_FACTOR * l2_bytes, _MIN_FLUSH_BYTES) // 4
             self._flush_buffer = self._torch.zeros(size, dtype=self._torch.int32, device="cuda")
         self._flush_buffer.sum()
 
     def wait(self, handle: Any, what: str) -> None:
-        """Wait for the event behind a run."""
         wait_for_device(what, event=handle[1])
 
     def elapsed_us(self, handle: Any) -> float:
-        """The time between the two events."""
         start, stop = handle
         return float(start.elapsed_time(stop)) * 1e3

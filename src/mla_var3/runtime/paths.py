@@ -45,14 +45,7 @@ _VERSION = re.compile(r"^(?P<design>.+?)_v(?P<number>[1-9]\d*)$")
 
 @dataclass(frozen=True, order=True)
 class KernelId:
-    """Identity of one kernel version, the same everywhere.
-
-    Attributes:
-        design: for example "mla_var6_plus".
-        number: 0 for the base version, N for `_vN`.
-        language: "cutile-dsl" or "cute-dsl".
-        layer: for example "mla".
-    """
+    """Identity of one kernel version, the same everywhere; number 0 is the base version."""
 
     design: str
     number: int
@@ -71,7 +64,6 @@ class KernelId:
 
     @property
     def module(self) -> str:
-        """Module that holds the version's KernelPlan."""
         package = LANGUAGES[self.language]
         name = self.full_name
         return f"{KERNEL_PACKAGE}.{package}.{self.layer}.{self.design}.{name}.{name}"
@@ -90,9 +82,9 @@ def current_name(name: str, language: str) -> str:
     new = RENUMBERED.get((design, number, language))
     if new is None:
         return name
-    message = "%s in %s is now %s_v%d: one id means one idea in every language"
-    log.warning(message, name, language, design, new)
-    return f"{design}_v{new}"
+    now = f"{design}_v{new}"
+    log.warning("%s in %s is now %s: one id is one idea in every language", name, language, now)
+    return now
 
 
 def kernel_id_of_module(module: str) -> KernelId | None:
@@ -148,12 +140,11 @@ def targets_in(source: str) -> tuple[str, ...]:
     """The `targets` that a module's source assigns; all where it assigns none."""
     targets = TARGETS
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-            continue
-        names = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-        if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
-            with suppress(ValueError, TypeError):  # no literal
-                targets = tuple(ast.literal_eval(node.value))
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            names = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
+                with suppress(ValueError, TypeError):  # no literal
+                    targets = tuple(ast.literal_eval(node.value))
     return targets
 
 
@@ -354,12 +345,6 @@ def profile_path(mode: str, kernel: str, params: str, label: str | None = None) 
     """A new path `out/profiles/<mode>/<kernel>/<params>/<timestamp>`."""
     name = timestamp() + (f"-{slug(label)}" if label else "")
     return output_root() / "profiles" / mode / kernel / params / name
-
-
-def autotune_file(device: str, language: str, kernel: str, stage: str, key: str) -> Path:
-    """The autotuning history of one stage: `cache/kernel-autotune/<device>/...json`."""
-    folder = cache_root() / "kernel-autotune" / slug(device) / language / kernel
-    return folder / f"{stage}-{key}.json"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+    from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult
 
 __all__ = ["Constraints", "KernelPlan", "Target", "Tiling"]
 
@@ -40,12 +40,9 @@ ASSUMED_DEVICE = "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Target:
-    """The hardware that a plan is made for.
+    """The hardware that a plan is made for: a compile target, for example "sm_90", and a device.
 
-    Attributes:
-        code: compile target, for example "sm_90".
-        device: table entry whose SM count and rates the plan's choices follow; None where only the
-            compile target is known.
+    The plan's choices follow the device; it is None where only the target is known.
     """
 
     code: str = TARGETS[0]
@@ -67,7 +64,6 @@ class Target:
         return default if self.device is None else self.device.sm_count
 
     def require_device(self) -> DeviceSpec:
-        """The table entry."""
         if self.device is None:
             raise InvalidArgumentError("target", "a device of the table", f"{self.code} alone")
         return self.device
@@ -153,9 +149,7 @@ class KernelPlan(ABC):
     def plan_empty(self, peak_tflops: float, peak_gbps: float) -> Stage:
         """Build the same runtime object without allocating anything, for prediction and compiling.
 
-        Args:
-            peak_tflops: matrix peak that model-driven choices may use.
-            peak_gbps: memory bandwidth that model-driven choices may use.
+        Model-driven choices may use the two peaks.
         """
         chosen = self.resolve(peak_tflops, peak_gbps)
         return chosen.plan(*chosen.prepare_inputs("meta"))
@@ -229,19 +223,18 @@ class KernelPlan(ABC):
 
     def params(self) -> dict[str, Any]:
         """The plan's own fields without target and tilings, JSON-ready."""
-        values = {f.name: getattr(self, f.name) for f in option_fields(self)}
-        return {name: value for name, value in values.items() if not isinstance(value, Tiling)}
+        tilings = self.tiling_fields()
+        names = (f.name for f in option_fields(self))
+        return {name: getattr(self, name) for name in names if name not in tilings}
 
     def params_label(self) -> str:
         """Folder name of the parameters, for example `b32_s16_t4096_...`."""
-        parts = []
-        for key, value in self.params().items():
-            if value is None:
-                continue
+        given = {key: value for key, value in self.params().items() if value is not None}
+        for key, value in given.items():
             if isinstance(value, (tuple, list)):
-                value = f"{len(value)}values" if len(value) > 4 else "-".join(map(str, value))
-            parts.append(f"{key}{value}")
-        return "_".join(parts)
+                short = "-".join(map(str, value))
+                given[key] = f"{len(value)}values" if len(value) > 4 else short
+        return "_".join(f"{key}{value}" for key, value in given.items())
 
     def tiling_fields(self) -> dict[str, Tiling]:
         """The plan's tilings by field name: one for a single kernel, one per stage otherwise."""

@@ -53,14 +53,10 @@ class Tiling:
 
     def hints(self) -> dict[str, int]:
         """The compiler hints among the fields, those that are set."""
-        return {
-            name: getattr(self, name)
-            for name in HINT_FIELDS
-            if getattr(self, name, None) is not None
-        }
+        found = {name: getattr(self, name, None) for name in HINT_FIELDS}
+        return {name: value for name, value in found.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a JSON-ready mapping."""
         return dataclasses.asdict(self)
 
     def label(self) -> str:
@@ -104,13 +100,8 @@ def is_power_of_two(value: int) -> bool:
 class CompiledKernel:
     """One kernel compiled ahead of time for one target.
 
-    Attributes:
-        target: GPU code, for example "sm_90".
-        cubin: machine code.
-        seconds: wall time of the compilation.
-        artifacts: other files worth keeping (bytecode, intermediate code), by file name.
-        dynamic_shared_bytes: shared memory per CTA that the launch asks for beside what the
-            machine code itself declares.
+    `artifacts` are other files worth keeping, by file name; `dynamic_shared_bytes` is the shared
+    memory per CTA that the launch asks for beside what the machine code itself declares.
     """
 
     target: str
@@ -150,10 +141,7 @@ class Stage(ABC):
 
     def cost(self) -> Cost:
         """Total FLOPs and bytes of all kernels."""
-        total = Cost(0.0, 0.0)
-        for kernel in self.kernels():
-            total = total + kernel.cost()
-        return total
+        return sum((kernel.cost() for kernel in self.kernels()), Cost(0.0, 0.0))
 
     def tilings(self) -> dict[str, Tiling]:
         """The active tiling of every kernel, by the names of `by_unique_name`."""
@@ -196,7 +184,6 @@ class KernelStage(Stage):
     Attributes:
         kernel_fn: the decorated kernel function; its name is the stage's name.
         tiling: the active tiling.
-        input_tensors, output_tensors: what the kernel reads and writes.
         autotune_configs: candidate tilings.
         algorithmic_flops_bytes_fn: tiling -> (FLOPs, bytes) for the roofline; a function with a
             keyword-only argument `tiling` gets the input tensors as well.
@@ -232,16 +219,15 @@ class KernelStage(Stage):
 
     def launch(self) -> None:
         require_valid(self.tiling, self.plan)
-        device_type = self.device_type
-        if device_type == "cuda":
-            self._launch_cuda()
-        elif device_type == "cpu":
-            self._launch_cpu()
-        else:
+        if self.device_type == "meta":
             raise UnsupportedError(
-                f"{self.name}: planned without tensors (device {device_type!r}); "
-                "use plan(*prepare_inputs(device)) to run it"
+                f"{self.name}: planned without tensors (device 'meta'); use "
+                "plan(*prepare_inputs(device)) to run it"
             )
+        if self.device_type == "cuda":
+            self._launch_cuda()
+        else:
+            self._launch_cpu()
 
     def require_target(self, target: str, device: str) -> None:
         """Refuse a GPU that this kernel cannot run on; none by default."""

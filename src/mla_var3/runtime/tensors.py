@@ -21,44 +21,29 @@ def check_tensor(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Check one kernel argument.
-
-    Args:
-        name: the argument's name in the message.
-        tensor: what came.
-        shape: (label, size) per dimension, for example [("b", 2), ("s", 16)].
-        dtype: the expected element type.
-        device: the device that all arguments of the call share.
-    """
+    """Check the kernel argument `name`; `shape` is (label, size) per dimension."""
     expected = "[" + ", ".join(f"{label}={size}" for label, size in shape) + "]"
     if tuple(tensor.shape) != tuple(size for _, size in shape):
         raise InvalidArgumentError(name, expected, list(tensor.shape))
     if tensor.dtype != dtype:
         raise InvalidArgumentError(name, f"dtype {dtype}", tensor.dtype)
-    if tensor.device.type != device.type or (
-        tensor.device.index is not None
-        and device.index is not None
-        and tensor.device.index != device.index
-    ):
+    indices = {tensor.device.index, device.index} - {None}
+    if tensor.device.type != device.type or len(indices) > 1:
         raise InvalidArgumentError(name, f"a tensor on {device}", f"one on {tensor.device}")
     if tensor.numel() == 0:
         return
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise InvalidArgumentError(
-            name, "stride 1 in the last dimension", f"strides {tensor.stride()}"
-        )
-    element = tensor.element_size()
-    for stride, (label, size) in zip(tensor.stride()[:-1], shape[:-1], strict=True):
+    strides, element = tensor.stride(), tensor.element_size()
+    if strides[-1] != 1 and tensor.shape[-1] > 1:
+        raise InvalidArgumentError(name, "stride 1 in the last dimension", f"strides {strides}")
+    for stride, (label, size) in zip(strides[:-1], shape[:-1], strict=True):
         if size > 1 and (stride * element) % ALIGNMENT_BYTES and element == 2:
-            raise InvalidArgumentError(
-                name,
-                f"a stride of dimension {label} that is a multiple of {ALIGNMENT_BYTES} bytes",
-                f"strides {tensor.stride()} of {element}-byte elements",
+            expected = (
+                f"a stride of dimension {label} that is a multiple of {ALIGNMENT_BYTES} bytes"
             )
+            raise InvalidArgumentError(name, expected, f"{strides} of {element}-byte elements")
     if device.type != "meta" and tensor.data_ptr() % ALIGNMENT_BYTES:
-        raise InvalidArgumentError(
-            name, f"a pointer aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
-        )
+        expected = f"a pointer aligned to {ALIGNMENT_BYTES} bytes"
+        raise InvalidArgumentError(name, expected, hex(tensor.data_ptr()))
 
 
 def require_view(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -66,8 +51,6 @@ def require_view(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     try:
         return tensor.view(*shape)
     except RuntimeError:
-        raise InvalidArgumentError(
-            name,
-            f"a layout that is {list(shape)} without a copy",
-            f"shape {list(tensor.shape)} with strides {tensor.stride()}",
-        ) from None
+        got = f"shape {list(tensor.shape)} with strides {tensor.stride()}"
+        expected = f"a layout that is {list(shape)} without a copy"
+        raise InvalidArgumentError(name, expected, got) from None

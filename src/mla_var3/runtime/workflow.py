@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,27 +71,20 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cuda", "cpu"):
             raise InvalidArgumentError("device", "auto, cuda or cpu", repr(self.device))
-        for name in ("tune_max_iters", "bench_runs"):
+        limits = (("tune_max_iters", int, 1), ("bench_runs", int, 1), ("tune_seconds", float, 0))
+        for name, kind, least in limits:
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                raise InvalidArgumentError(name, "a number of at least 1", repr(value))
-        seconds = self.tune_seconds
-        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
-            raise InvalidArgumentError("tune_seconds", "a number of at least 0", repr(seconds))
+            if value is not None and not (isinstance(value, (int, kind)) and value >= least):
+                raise InvalidArgumentError(name, f"a number of at least {least}", repr(value))
         if isinstance(self.targets, str):
             raise InvalidArgumentError("targets", "a sequence of GPU codes", repr(self.targets))
 
 
 @dataclass
 class Prepared:
-    """A plan made ready to run.
+    """A plan made ready to run: its choices made, its runtime object with the chosen tilings.
 
-    Attributes:
-        plan: the plan with every model-driven field resolved.
-        stage: the runtime object, with the chosen tilings.
-        device: the device entry, None on the CPU.
-        tuning: tuning result per stage name; empty when nothing was tuned.
-        check: the outcome of the check, None when none was asked for.
+    There is no device entry on the CPU, no tuning or check where none was asked for.
     """
 
     plan: KernelPlan
@@ -101,7 +95,6 @@ class Prepared:
     check: CheckResult | None = None
 
     def require_device(self) -> DeviceSpec:
-        """The device entry of a plan prepared on a GPU."""
         if self.device is None:
             raise UnsupportedError(f"{self.plan.name}: expected a plan on a GPU, got the CPU")
         return self.device
@@ -154,6 +147,7 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
         InvalidArgumentError: the tensors do not fit the memory of the device.
         UnsupportedError: there is no such device, or a kernel of the plan cannot run on it.
     """
+    from mla_var3.runtime.autotune import tune
     from mla_var3.runtime.check import check_stage
 
     where = pick_device(options.device)
@@ -167,21 +161,17 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
     require_memory(plan, stage, where)
     start = time.monotonic()
     if device is not None and options.refine:
-        from mla_var3.runtime.autotune.tune import refine_plan
-
-        plan = refine_plan(plan, device, options)
+        plan = tune.refine_plan(plan, device, options)
     inputs = plan.prepare_inputs(where)
     stage = plan.plan(*inputs)
     tuning: dict[str, StageTuning] = {}
     if device is not None and options.autotune:
-        from mla_var3.runtime.autotune.tune import autotune
-
         # refine_plan has just retuned the plan that it returned, in the same seconds.
         again, left = options.retune and not options.refine, options.tune_seconds
         if options.refine and left is not None:
             left = max(left - (time.monotonic() - start), 0.0)
         share = dataclasses.replace(options, retune=again, tune_seconds=left)
-        tuning = autotune(stage, plan, device, share)
+        tuning = tune.autotune(stage, plan, device, share)
     prepared = Prepared(plan, inputs, stage, device, tuning)
     if options.check:
         prepared.check = check_stage(plan, inputs, stage)
@@ -209,12 +199,9 @@ def require_memory(plan: KernelPlan, stage: Stage, where: str) -> None:
 
 def tensor_bytes(stage: Stage) -> int:
     """Bytes of all tensors that the kernels of a runtime object read and write, each once."""
-    storages = {}
-    for kernel in stage.kernels():
-        for tensor in (*kernel.input_tensors, *kernel.output_tensors):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    lists = (tensors for k in stage.kernels() for tensors in (k.input_tensors, k.output_tensors))
+    storages = [tensor.untyped_storage() for tensors in lists for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def free_memory(where: str) -> int | None:
@@ -230,23 +217,15 @@ def free_memory(where: str) -> int | None:
         limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, ValueError, KeyError):
         log.debug("%s tells no free memory", MEMORY_INFO)
-    try:
+    with suppress(OSError, ValueError):  # no control group, or "max": no limit
         most = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
-        limits.append(most - max(used - _reclaimable(), 0))
-    except (OSError, ValueError):  # no control group, or "max": no limit
-        pass
+        with suppress(OSError, ValueError, KeyError):  # file cache gives way to tensors
+            stat = (CONTROL_GROUP / "memory.stat").read_text()
+            cache = dict(line.split() for line in stat.splitlines())["inactive_file"]
+            used = max(used - int(cache), 0)
+        limits.append(most - used)
     return min(limits, default=None)
-
-
-def _reclaimable() -> int:
-    """Bytes of file cache that count as used by the control group and give way to tensors."""
-    try:
-        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
-        fields = dict(line.split() for line in lines)
-        return int(fields["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return 0
 
 
 def planning_device() -> DeviceSpec:

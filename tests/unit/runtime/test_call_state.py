@@ -30,21 +30,21 @@ def test_clear_reaches_other_threads():
     state = CallState()
     own = state.per_thread()
     own.values["key"] = "here"
-    both, seen = threading.Barrier(2), []
+    both, seen = threading.Barrier(2, timeout=10), []
 
     def work() -> None:
         seen.append(dict(own.values))
         own.values["key"] = "there"
-        both.wait(10)
-        both.wait(10)  # cleared in between
+        both.wait()
+        both.wait()  # cleared in between
         seen.append(dict(own.values))
 
     thread = threading.Thread(target=work)
     thread.start()
-    both.wait(10)
+    both.wait()
     assert own.values == {"key": "here"}
     state.clear()
-    both.wait(10)
+    both.wait()
     thread.join()
     assert seen == [{}, {}] and not own.values
 

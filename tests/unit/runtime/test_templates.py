@@ -98,14 +98,11 @@ def test_a_cutile_template_runs_from_its_command_line(plan, capsys):
     argv = ["--device=cpu", "--prof_type=disabled", "--check"]
     assert plan.benchmark_kernel_argparse(argv) == 0
     assert "check passed" in capsys.readouterr().out
+    stage = plan.plan_empty(*RATES)  # predicted without tensors
+    assert stage.cost().flops == 64 * 128 * len(list(stage.kernels()))
+    assert stage.predict_us(*RATES) > 0
     assert plan.benchmark_kernel_argparse([*argv, "--Bm=512"]) == 2, "validate sees the plan"
     assert "MyKernelTiling.validate rejects Bm=512" in capsys.readouterr().err
-
-
-def test_a_cutile_template_is_predicted_without_tensors():
-    stage = CtMyKernel().plan_empty(*RATES)
-    assert stage.cost().flops == 64 * 128
-    assert stage.predict_us(*RATES) > 0
 
 
 def test_a_wrong_result_of_a_template_is_caught():
@@ -116,8 +113,7 @@ def test_a_wrong_result_of_a_template_is_caught():
             return (2.1 * inputs[0].float(),)
 
     result = Wrong().benchmark_kernel("cpu", prof_type="disabled", check=True)
-    assert result.check is not None
-    assert not result.check.passed
+    assert result.check is not None and not result.check.passed
 
 
 def test_the_cute_template_plans_and_predicts():
@@ -132,7 +128,6 @@ def test_the_cute_template_plans_and_predicts():
     class CuteTiling(Tiling):
         tile_m: int = 64
         num_warpgroups: int = 2
-        cluster_m: int = 1
 
         def validate(self, pd: CuteMyKernel) -> bool:
             return self.tile_m <= pd.s

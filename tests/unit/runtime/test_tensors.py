@@ -39,12 +39,8 @@ def test_what_fits_is_silent():
         (make(device="meta"), "q: expected a tensor on cpu, got one on meta"),
         (make(2, 3, 16)[..., ::2], "q: expected stride 1 in the last dimension, got strides (48,"),
         (make(2, 3, 9)[..., :8], "q: expected a stride of dimension b that is a multiple of 16 b"),
-        (
-            STRIDED,
-            "q: expected a stride of dimension s that is a multiple of 16 bytes, got strides",
-        ),
+        (STRIDED, "q: expected a stride of dimension s that is a multiple of 16 bytes, got"),
     ],
-    ids=["size", "rank-below", "rank-above", "fp16", "device", "columns", "outer", "inner"],
 )
 def test_errors(tensor, message):
     with pytest.raises(InvalidArgumentError) as caught:

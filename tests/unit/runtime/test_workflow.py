@@ -1,6 +1,7 @@
 """Preparing a run: the device, the plan, the check."""
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,10 +46,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_without_a_gpu():
     assert pick_device("auto") == "cpu"
     assert pick_device("cpu") == "cpu"
-    with pytest.raises(UnsupportedError) as caught:
+    message = "^device: expected a usable CUDA GPU for --device=cuda, got.*--device=cpu"
+    with pytest.raises(UnsupportedError, match=message):
         pick_device("cuda")
-    assert str(caught.value).startswith("device: expected a usable CUDA GPU for --device=cuda, got")
-    assert "--device=cpu" in str(caught.value)
 
 
 def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(gpu, monkeypatch):
@@ -75,11 +75,8 @@ def test_on_the_cpu():
     """Model-driven fields are resolved for the planning device; nothing is tuned or checked."""
     prepared = prepare(DoublingPlan(), RunOptions())
     assert prepared.plan.choice == round(H200.burst_tflops("bfloat16"))
-    assert prepared.device is None
-    assert prepared.tuning == {}
-    assert prepared.check is None
-    assert prepared.stage.device_type == "cpu"
-    assert prepared.stage.log == []
+    assert (prepared.device, prepared.tuning, prepared.check) == (None, {}, None)
+    assert (prepared.stage.device_type, prepared.stage.log) == ("cpu", [])
     assert prepared.inputs[0].device.type == "cpu"
     with pytest.raises(UnsupportedError, match="expected a plan on a GPU, got the CPU"):
         prepared.require_device()
@@ -89,8 +86,7 @@ def test_on_the_cpu():
 @pytest.mark.parametrize("error", [0.0, 1.0])
 def test_the_check_runs_when_asked(error):
     prepared = prepare(DoublingPlan(error=error), RunOptions(check=True))
-    assert prepared.check is not None
-    assert prepared.check.passed is (error == 0.0)
+    assert prepared.check is not None and prepared.check.passed is (error == 0.0)
     assert prepared.stage.log == ["doubling"]
 
 
@@ -107,11 +103,11 @@ def test_a_problem_beyond_the_memory_is_refused_before_anything_is_allocated(mon
     with pytest.raises(InvalidArgumentError) as caught:
         prepare(DoublingPlan(b=1 << 50), RunOptions(device="cpu", check=True))
     assert allocated == ["meta"]
-    text = str(caught.value)
-    assert text.startswith("sizes: expected tensors that fit the ")
-    assert " of free main memory, got " in text
-    assert text.endswith(f"b={1 << 50} limit=1000 choice=790, which needs at least 4096 TiB")
-    assert "\n" not in text
+    assert re.fullmatch(
+        r"sizes: expected tensors that fit the .* of free main memory, got .* "
+        rf"b={1 << 50} limit=1000 choice=790, which needs at least 4096 TiB",
+        str(caught.value),
+    )
 
 
 def test_free_memory_is_the_least_of_machine_and_control_group(monkeypatch, tmp_path):
@@ -157,10 +153,8 @@ def test_on_a_gpu_it_tunes_then_checks(tuning):
     assert tuning == [("autotune", 8, "NVIDIA H200", False)]
     assert prepared.tuning == {"doubling": "tuned"}
     assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=128)}
-    assert prepared.require_device() == H200
-    assert prepared.plan.target.code == "sm_90"
-    assert prepared.check is not None
-    assert prepared.check.passed
+    assert (prepared.require_device(), prepared.plan.target.code) == (H200, "sm_90")
+    assert prepared.check is not None and prepared.check.passed
 
 
 @pytest.mark.usefixtures("gpu")

@@ -97,11 +97,9 @@ class Builder:
         self.write("doxygen/xml/index.xml", "<doxygenindex/>")
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        fixed = {"CALLS": str(self.calls), "EXPORT": str(self.export), "PYTHONPATH": ""}
-        return run_program(
-            [self.bin / "bash", self.script, *arguments],
-            env={"PATH": str(self.bin), **fixed, **environment},
-        )
+        fixed = {"PATH": self.bin, "CALLS": self.calls, "EXPORT": self.export, "PYTHONPATH": ""}
+        env = {name: str(value) for name, value in {**fixed, **environment}.items()}
+        return run_program([self.bin / "bash", self.script, *arguments], env=env)
 
     def build(self, **environment: str) -> subprocess.CompletedProcess[str]:
         return self.run(str(self.checkout), "--out", str(self.out), **environment)
@@ -159,13 +157,10 @@ def test_the_api_is_rendered(builder, repo_root):
     assert "- [`cutlass::Array`](classcutlass_1_1Array.md): Fixed-size array." in index
     assert index.index("## Namespaces") < index.index("## Classes")
     page = (builder.out / "api/classcutlass_1_1Array.md").read_text()
+    signature = "template <typename T>\nvoid cutlass::Array::fill(T const & value)"
     for words in (
-        "#include <array.h>",
-        '<a id="function-fill"></a>',
-        "template <typename T>\nvoid cutlass::Array::fill(T const & value)",
-        "- `value`: what to set",
-        "Note: Costs `size()` stores.",
-        "- `kDense` = 0 no holes",
+        *("#include <array.h>", '<a id="function-fill"></a>', signature, "- `value`: what to set"),
+        *("Note: Costs `size()` stores.", "- `kDense` = 0 no holes"),
         "Inherits from: `cutlass::Base`",  # it has no page to link to
     ):
         assert words in page
@@ -207,17 +202,15 @@ def test_a_failure_leaves_the_old_tree(builder):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["{checkout}/gone"], 1, "CUTLASS: expected a checkout"),
-        (["{checkout}/media"], 1, "CUTLASS: expected a checkout with media/docs/cpp"),
-        (["--out"], 2, "--out: expected a folder, got nothing"),
-        (["--format", "x"], 2, "unknown argument '--format'"),
-        (["{checkout}", "{checkout}"], 2, "CUTLASS: expected one folder"),
-        (["--help"], 0, ""),
+        ("{checkout}/gone", 1, "CUTLASS: expected a checkout"),
+        ("{checkout}/media", 1, "CUTLASS: expected a checkout with media/docs/cpp"),
+        ("--out", 2, "--out: expected a folder, got nothing"),
+        ("--format x", 2, "unknown argument '--format'"),
+        ("{checkout} {checkout}", 2, "CUTLASS: expected one folder"),
+        ("--help", 0, ""),
     ],
 )
 def test_arguments_are_checked(builder, arguments, code, message):
-    filled = [each.format(checkout=builder.checkout) for each in arguments]
-    result = builder.run(*filled)
-    assert result.returncode == code
-    assert message in result.stderr
+    result = builder.run(*arguments.format(checkout=builder.checkout).split())
+    assert result.returncode == code and message in result.stderr
     assert [path.name for path in builder.checkout.iterdir()] == ["media"]

@@ -51,10 +51,8 @@ def index(script: Path) -> ModuleType:
 def checkout(tmp_path: Path) -> Path:
     root = tmp_path / "cutlass"
     sources = {
-        "blackwell/mla/mla_decode_fp16.py": MLA,
-        "blackwell/mla/mla_helpers.py": HELPERS,
-        "hopper/fmha.py": HOPPER,
-        "blackwell/fmha.py": MLA,
+        **{"blackwell/mla/mla_decode_fp16.py": MLA, "blackwell/mla/mla_helpers.py": HELPERS},
+        **{"hopper/fmha.py": HOPPER, "blackwell/fmha.py": MLA},
         "notebooks/plot.py": "import math\n",
     }
     for name, text in sources.items():

@@ -60,11 +60,7 @@ class StageTuning:
 
     Attributes:
         stage: stage name; that of the group for kernels tuned together.
-        key: what the result holds for.
-        path: the JSON history.
-        best: the fastest config, None when no candidate ran.
-        best_us: its median time, None when nothing was timed.
-        results: all candidates so far.
+        best: the fastest config, None when no candidate ran; `best_us` its median time.
         from_cache: nothing was timed now, the history had it.
         complete: all candidates were handled; False when a limit ended the search.
     """
@@ -131,10 +127,8 @@ def source_hash(plan: KernelPlan, kernels: Iterable[KernelStage]) -> str:
     for kernel in kernels:
         files.update(kernel.source_files())
         owners += [kernel.plan, kernel.tiling]
-    for owner in owners:
-        module = inspect.getmodule(type(owner))
-        if getattr(module, "__file__", None):
-            files.add(Path(str(module.__file__)))  # type: ignore[union-attr]
+    modules = (inspect.getmodule(type(owner)) for owner in owners)
+    files.update(Path(path) for m in modules if (path := getattr(m, "__file__", None)))
     digest = hashlib.sha256()
     for name, content in sorted((file.name, file.read_bytes()) for file in files):
         digest.update(f"{name}:{len(content)}:".encode())
@@ -142,15 +136,11 @@ def source_hash(plan: KernelPlan, kernels: Iterable[KernelStage]) -> str:
     return digest.hexdigest()
 
 
-def key_digest(key: Mapping[str, Any]) -> str:
-    """Short digest of a key, for the file name."""
-    return hashlib.sha256(canonical(key).encode()).hexdigest()[:_DIGEST_LENGTH]
-
-
 def history_path(plan: KernelPlan, spec: DeviceSpec, key: Mapping[str, Any]) -> Path:
-    """The file of a key."""
-    language = plan.kernel_id.language
-    return paths.autotune_file(spec.name, language, plan.name, key["stage"], key_digest(key))
+    """The file of a key: `cache/kernel-autotune/<device>/<language>/<kernel>/<stage>-....json`."""
+    digest = hashlib.sha256(canonical(key).encode()).hexdigest()[:_DIGEST_LENGTH]
+    folder = paths.cache_root() / "kernel-autotune" / paths.slug(spec.name)
+    return folder / plan.kernel_id.language / plan.name / f"{key['stage']}-{digest}.json"
 
 
 class History:
@@ -180,7 +170,6 @@ class History:
         return list(self._entries.values())
 
     def get(self, config: Mapping[str, Any]) -> Entry | None:
-        """The outcome of a candidate, None when there is none yet."""
         return self._entries.get(canonical(config))
 
     def record(
@@ -212,11 +201,9 @@ class History:
         self.save()
 
     def best(self) -> Entry | None:
-        """The fastest candidate, None when none was timed."""
         return fastest(self._entries.values())
 
     def save(self) -> None:
-        """Replace the file by the present state."""
         if self._environment is None:
             self._environment = environment()
         best = self.best()
@@ -224,8 +211,8 @@ class History:
             "key": self.key,
             "environment": self._environment,
             "complete": self.complete,
-            "best": None if best is None else best["config"],
-            "best_us": None if best is None else median_us(best),
+            "best": best and best["config"],
+            "best_us": best and median_us(best),
             "results": self.entries,
         }
         write_atomic(self.path, json.dumps(content, indent=1, default=_plain) + "\n")
@@ -254,40 +241,24 @@ def fastest(entries: Iterable[Entry]) -> Entry | None:
 def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """The content of a file that is valid and belongs to the key, else None."""
     try:
-        stored = _read(path)
-    except ValueError as error:
-        log.warning("%s is damaged (%s); it is not used, tuning again", path, error)
-        return None
-    if stored is not None and stored["key"] != key:
-        log.warning("%s was made for something else; it is not used, tuning again", path)
-        return None
-    return stored
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file, None when there is none; ValueError when it is damaged."""
-    try:
-        stored = json.loads(path.read_bytes())
+        stored: dict[str, Any] = json.loads(path.read_bytes())
+        if stored["key"] != key:
+            log.warning("%s was made for something else; it is not used, tuning again", path)
+            return None
+        if not isinstance(stored["complete"], bool) or not all(map(_is_entry, stored["results"])):
+            raise ValueError("a result without config, status or time")
     except FileNotFoundError:
         return None
-    kinds = {"key": dict, "complete": bool, "results": list}
-    if not isinstance(stored, dict) or any(
-        not isinstance(stored.get(name), kind) for name, kind in kinds.items()
-    ):
-        raise ValueError("expected key, complete and results")
-    if not all(map(_is_entry, stored["results"])):
-        raise ValueError("a result without config, status or time")
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged (%r); it is not used, tuning again", path, error)
+        return None
     return stored
 
 
 def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != set(Entry.__annotations__):
         return False
-    timing = value["timing"]
-    time_us = timing.get("median_us") if isinstance(timing, dict) else None
-    return (
-        isinstance(value["config"], dict)
-        and value["status"] in get_args(Status)
-        and isinstance(value["compile"] or {}, dict)
-        and (timing is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
-    )
+    timing, configs = value["timing"], (value["config"], value["compile"] or {})
+    time_us = 1.0 if timing is None else timing["median_us"]
+    known = value["status"] in get_args(Status) and all(isinstance(c, dict) for c in configs)
+    return known and isinstance(time_us, (int, float)) and 0 < time_us < math.inf

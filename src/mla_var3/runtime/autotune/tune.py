@@ -13,11 +13,11 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.autotune.filter import Check, Instruments, StaticFilter
 from mla_var3.runtime.autotune.history import (
     Entry,
     History,
@@ -31,7 +31,14 @@ from mla_var3.runtime.autotune.history import (
     median_us,
     tuning_key,
 )
-from mla_var3.runtime.autotune.units import Combo, Unit, units_of
+from mla_var3.runtime.autotune.units import (
+    Check,
+    Combo,
+    Instruments,
+    StaticFilter,
+    Unit,
+    units_of,
+)
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Stage, constraint_failures
@@ -74,7 +81,7 @@ def autotune(
     instruments = instruments or Instruments()
     outcomes: dict[str, StageTuning] = {}
     units = units_of(stage)
-    end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
+    end = _end_of(options)
     for place, unit in enumerate(units):
         now = time.monotonic()
         deadline = now + max(end - now, 0.0) / (len(units) - place)
@@ -116,17 +123,15 @@ def refine_plan(
     history = History(history_path(plan, spec, key), key, retune=options.retune)
     what, total = f"refine {plan.name}", len(candidates)
     searched = False
-    end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
+    end = _end_of(options)
     for done, candidate in enumerate(candidates):
         entry = history.get(candidate.params())
         if entry is not None and is_attempted(entry):
             continue
         searched = True
         options.progress(what, done, total, candidate.params_label())
-        share = options
-        if options.tune_seconds is not None:
-            left = max(end - time.monotonic(), 0.0)
-            share = dataclasses.replace(options, tune_seconds=left / (total - done))
+        left = max(end - time.monotonic(), 0.0) / (total - done)
+        share = dataclasses.replace(options, tune_seconds=left)
         try:
             timing, used = _time_plan(candidate, spec, share, instruments)
         except GpuLostError:
@@ -151,6 +156,11 @@ def refine_plan(
     return best
 
 
+def _end_of(options: RunOptions) -> float:
+    """When the seconds for tuning are over, as `time.monotonic` counts."""
+    return math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
+
+
 def _time_plan(
     plan: KernelPlan, spec: DeviceSpec, options: RunOptions, instruments: Instruments
 ) -> tuple[Timing, str]:
@@ -162,47 +172,39 @@ def _time_plan(
     return timing, "; ".join(f"{name} {tiling.label()}" for name, tiling in stage.tilings().items())
 
 
+@dataclass
 class Search:
-    """One search: tries the candidates, records every outcome, applies the best."""
+    """One search: tries the candidates, records every outcome, applies the best.
 
-    def __init__(
-        self,
-        unit: Unit,
-        spec: DeviceSpec,
-        options: RunOptions,
-        history: History,
-        instruments: Instruments,
-        before: Sequence[Unit],
-        deadline: float,
-    ) -> None:
-        """Collect the candidates.
+    The units `before` are launched once: a kernel may read what the ones before it write, and its
+    time may depend on it.
+    """
 
-        The units `before` are launched once: a kernel may read what the ones before it write, and
-        its time may depend on it.
-        """
-        self._deadline = deadline
-        self._unit = unit
-        self._options = options
-        self._history = history
-        self._instruments = instruments
-        self._before = before
-        self._filter = StaticFilter(unit, spec, instruments, history.entries)
-        candidates = unit.candidates()
+    unit: Unit
+    spec: DeviceSpec
+    options: RunOptions
+    history: History
+    instruments: Instruments
+    before: Sequence[Unit]
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self._filter = StaticFilter(self.unit, self.spec, self.instruments, self.history.entries)
         # Nearest to the defaults and to the author's order first, whichever kernel differs.
-        ranked = itertools.product(*(enumerate(tilings) for tilings in candidates.values()))
+        candidates = self.unit.candidates().values()
+        ranked = itertools.product(*map(enumerate, candidates))
         self._combos: list[Combo] = [
             tuple(tiling for _, tiling in combo)
             for combo in sorted(ranked, key=lambda combo: sum(rank for rank, _ in combo))
         ]
-        self._by_config = {canonical(unit.config(combo)): combo for combo in self._combos}
+        self._by_config = {canonical(self.unit.config(combo)): combo for combo in self._combos}
 
     def run(self) -> StageTuning:
-        """Search what the history does not have, set the best tilings, return the outcome."""
         if len(self._combos) == 1:
             return self._only_candidate()
         from_cache = self._is_served()
         if from_cache:
-            log.info("%s: using the tuning results in %s", self._unit.name, self._history.path)
+            log.info("%s: using the tuning results in %s", self.unit.name, self.history.path)
         else:
             self._search()
         best = self._apply_best()
@@ -211,46 +213,40 @@ class Search:
         return self._tuning(best, from_cache)
 
     def _tuning(self, best: Entry | None, from_cache: bool) -> StageTuning:
-        return StageTuning(
-            stage=self._unit.name,
-            key=self._history.key,
-            path=self._history.path,
-            best=None if best is None else best["config"],
-            best_us=median_us(best) if best is not None and is_timed(best) else None,
-            results=self._history.entries,
-            from_cache=from_cache,
-            complete=self._history.complete,
-            candidates=len(self._combos),
-        )
+        history = self.history
+        config = None if best is None else best["config"]
+        time_us = median_us(best) if best is not None and is_timed(best) else None
+        found = (history.path, config, time_us, history.entries, from_cache, history.complete)
+        return StageTuning(self.unit.name, history.key, *found, candidates=len(self._combos))
 
     def _search(self) -> None:
-        if len(self._combos) > _LARGE_SEARCH and self._options.tune_max_iters is None:
+        if len(self._combos) > _LARGE_SEARCH and self.options.tune_max_iters is None:
             message = "%s: %d candidates; tune_max_iters would bound the search"
-            log.warning(message, self._unit.name, len(self._combos))
-        defaults = tuple(kernel.tiling for kernel in self._unit.kernels.values())
+            log.warning(message, self.unit.name, len(self._combos))
+        defaults = tuple(kernel.tiling for kernel in self.unit.kernels.values())
         try:
             complete = self._scan(self._combos)
             if complete and not any(map(is_timed, self._own_entries())):
                 complete = self._scan(self._least_bad(), soft=True)
         except BaseException as error:
-            self._unit.set_tilings(defaults)
+            self.unit.set_tilings(defaults)
             if isinstance(error, KeyboardInterrupt):
                 error.add_note("tuning results so far are kept and the next run resumes there")
             raise
-        self._history.finish(complete)
+        self.history.finish(complete)
 
     def _scan(self, combos: Sequence[Combo], *, soft: bool = False) -> bool:
         """Handle every candidate that has no outcome yet; False when a limit ended it.
 
         With `soft`, candidates are timed although they would run badly.
         """
-        limit = self._options.tune_max_iters
+        limit = self.options.tune_max_iters
         for done, combo in enumerate(combos):
             if self._is_settled(combo, soft=soft):
                 continue
             if limit is not None and self._attempted() >= limit:
                 return False
-            if time.monotonic() >= self._deadline and self._attempted():
+            if time.monotonic() >= self.deadline and self._attempted():
                 return False
             self._progress(done, " | ".join(tiling.label() for tiling in combo))
             if soft or not self._reject(combo):
@@ -259,62 +255,60 @@ class Search:
 
     def _reject(self, combo: Combo) -> bool:
         """Record why a candidate is not worth timing, as far as the GPU is not needed to tell."""
-        config = self._unit.config(combo)
+        config = self.unit.config(combo)
         if failures := self._constraint_failures(combo):
             # What costs nothing to find again need not reach the disk at once.
-            self._history.record(config, "rejected", "; ".join(failures), save=False)
+            self.history.record(config, "rejected", "; ".join(failures), save=False)
             return True
-        for name, tiling in zip(self._unit.kernels, combo, strict=True):
+        for name, tiling in zip(self.unit.kernels, combo, strict=True):
             check = self._filter.check(name, tiling)
             if check.hard or check.soft:
                 reason = "; ".join((*check.hard, *check.soft))
                 compiled = self._filter.summary({name: check})
-                self._history.record(config, "rejected", reason, compiled=compiled)
+                self.history.record(config, "rejected", reason, compiled=compiled)
                 return True
         return False
 
     def _constraint_failures(self, combo: Combo) -> tuple[str, ...]:
         """The constraints of the kernels, and of all of them together, that do not hold."""
-        kernels = zip(self._unit.kernels.values(), combo, strict=True)
+        kernels = zip(self.unit.kernels.values(), combo, strict=True)
         alone = (f for kernel, tiling in kernels for f in constraint_failures(tiling, kernel.plan))
-        return tuple(alone) or self._unit.joint_failures(combo)
+        return tuple(alone) or self.unit.joint_failures(combo)
 
     def _least_bad(self) -> list[Combo]:
         """What to time where every candidate would run badly: those with the fewest stack bytes."""
         stacks: dict[int, int] = {}
         for number, combo in enumerate(self._combos):
-            if self._constraint_failures(combo):
-                continue
-            checks = self._checks(combo).values()
-            if not any(check.hard for check in checks):
+            checks = [] if self._constraint_failures(combo) else self._checks(combo).values()
+            if checks and not any(check.hard for check in checks):
                 stacks[number] = sum(check.stack_bytes for check in checks)
         fewest = min(stacks.values(), default=0)
         if stacks:
             message = "%s: every candidate spills or misses the tensor-core path; timing those "
-            log.warning(message + "with the fewest stack bytes (%d)", self._unit.name, fewest)
+            log.warning(message + "with the fewest stack bytes (%d)", self.unit.name, fewest)
         return [self._combos[number] for number, stack in stacks.items() if stack == fewest]
 
     def _checks(self, combo: Combo) -> dict[str, Check]:
-        named = zip(self._unit.kernels, combo, strict=True)
+        named = zip(self.unit.kernels, combo, strict=True)
         return {name: self._filter.check(name, tiling) for name, tiling in named}
 
     def _time(self, combo: Combo) -> None:
-        for unit in self._before:
+        for unit in self.before:
             unit.stage.launch()
-        self._before = ()
+        self.before = ()
         checks = self._checks(combo)
-        config, compiled = self._unit.config(combo), self._filter.summary(checks)
-        self._unit.set_tilings(combo)
+        config, compiled = self.unit.config(combo), self._filter.summary(checks)
+        self.unit.set_tilings(combo)
         try:
-            timing = self._instruments.time(self._unit.stage.launch)
+            timing = self.instruments.time(self.unit.stage.launch)
         except Exception as error:  # whatever a candidate does wrong is its result
             reason = describe_error(error)
-            self._history.record(config, "failed", reason, compiled=compiled)
-            log.info("%s: %s failed: %s", self._unit.name, canonical(config), reason)
-            require_healthy(self._instruments, self._history, error)
+            self.history.record(config, "failed", reason, compiled=compiled)
+            log.info("%s: %s failed: %s", self.unit.name, canonical(config), reason)
+            require_healthy(self.instruments, self.history, error)
         else:
             note = self._note(checks)
-            self._history.record(config, "ok", note, timing=timing, compiled=compiled)
+            self.history.record(config, "ok", note, timing=timing, compiled=compiled)
 
     def _note(self, checks: dict[str, Check]) -> str | None:
         """What a reader of a timed candidate should know."""
@@ -331,54 +325,54 @@ class Search:
     def _only_candidate(self) -> StageTuning:
         """Nothing to choose: note it and go on."""
         (combo,) = self._combos
-        config = self._unit.config(combo)
-        entry = self._history.get(config)
+        config = self.unit.config(combo)
+        entry = self.history.get(config)
         from_cache = entry is not None
         if entry is None:
             refusals = self._constraint_failures(combo)
             reason = "; ".join(refusals) or "the only candidate, not timed"
             status: Status = "rejected" if refusals else "ok"
-            entry = self._history.record(config, status, reason, save=False)
-            self._history.finish(complete=True)
+            entry = self.history.record(config, status, reason, save=False)
+            self.history.finish(complete=True)
         return self._tuning(entry if entry["status"] == "ok" else None, from_cache)
 
     def _is_settled(self, combo: Combo, *, soft: bool = False) -> bool:
         """Whether the history says what became of a candidate; `soft` as in `_scan`."""
-        entry = self._history.get(self._unit.config(combo))
+        entry = self.history.get(self.unit.config(combo))
         if entry is None:
             return False
         return is_attempted(entry) or (entry["status"] == "rejected" and not soft)
 
     def _own_entries(self) -> list[Entry]:
         """Outcomes of this search's candidates: an earlier one may have had another tiling."""
-        return [e for e in self._history.entries if canonical(e["config"]) in self._by_config]
+        return [e for e in self.history.entries if canonical(e["config"]) in self._by_config]
 
     def _attempted(self) -> int:
         return sum(map(is_attempted, self._own_entries()))
 
     def _is_served(self) -> bool:
         """Whether the history has all that this search would find."""
-        if not self._history.found:
+        if not self.history.found:
             return False
-        limit = self._options.tune_max_iters
+        limit = self.options.tune_max_iters
         if limit is not None and self._attempted() >= limit:
             return True
         # Those that would run badly are timed only where nothing else is.
-        if not any(map(is_timed, self._own_entries())) and self._history.best() is not None:
+        if not any(map(is_timed, self._own_entries())) and self.history.best() is not None:
             return False
-        return self._history.complete and all(map(self._is_settled, self._combos))
+        return self.history.complete and all(map(self._is_settled, self._combos))
 
     def _apply_best(self) -> Entry | None:
         best = fastest(self._own_entries())
         if best is None:
             message = "%s: no candidate could be timed, the tiling stays as it was; reasons in %s"
-            log.warning(message, self._unit.name, self._history.path)
+            log.warning(message, self.unit.name, self.history.path)
         else:
-            self._unit.set_tilings(self._by_config[canonical(best["config"])])
+            self.unit.set_tilings(self._by_config[canonical(best["config"])])
         return best
 
     def _progress(self, done: int, detail: str) -> None:
-        self._options.progress(f"autotune {self._unit.name}", done, len(self._combos), detail)
+        self.options.progress(f"autotune {self.unit.name}", done, len(self._combos), detail)
 
 
 def describe_error(error: BaseException) -> str:

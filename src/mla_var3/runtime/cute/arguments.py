@@ -63,13 +63,7 @@ class Int64Arg:
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """What an argument is to the compiler.
-
-    Attributes:
-        tag: "pointer", "int32", "int64", "float32" or "none".
-        dtype: element type of a pointer, None for the others.
-        alignment: alignment of a pointer in bytes; 0 for the others.
-    """
+    """What an argument is to the compiler; `alignment`, in bytes, is 0 of all but pointers."""
 
     tag: str
     dtype: torch.dtype | None = None
@@ -82,17 +76,12 @@ class ArgumentKind:
 
 
 def kind_of(value: Any, name: str = "argument") -> ArgumentKind:
-    """The kind of one argument; meta tensors are enough.
-
-    Args:
-        value: the argument.
-        name: its name in an error.
-    """
+    """The kind of one argument, `name` in an error; meta tensors are enough."""
     if value is None:
         return ArgumentKind(ABSENT)
     if isinstance(value, torch.Tensor):
         if value.dtype not in DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            known = ", ".join(map(str, DTYPES))
             raise InvalidArgumentError(name, f"a tensor of {known}", value.dtype)
         floating = value.dtype.is_floating_point
         alignment = FLOAT_ALIGNMENT if floating else max(INT_ALIGNMENT, value.element_size())
@@ -128,7 +117,6 @@ class ArgumentBuffer:
     """
 
     def __init__(self, kinds: Sequence[ArgumentKind], device: int | None) -> None:
-        """Lay out the buffer."""
         self.stream = ctypes.c_void_p()
         self.result = ctypes.c_int32()
         self._count = len(kinds)
@@ -186,7 +174,7 @@ def _pointer_error(
 ) -> InvalidArgumentError:
     """What is wrong with an argument that was compiled as a pointer."""
     if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
-        got = value.dtype if isinstance(value, torch.Tensor) else repr(value)
+        got = getattr(value, "dtype", value)
         return InvalidArgumentError(name, f"a tensor of {dtype}, as compiled", got)
     if device is not None and value.get_device() != device:
         return InvalidArgumentError(name, f"a tensor on cuda:{device}", f"one on {value.device}")

@@ -47,14 +47,8 @@ _KEY, _OBJECT, _CUBIN, _PTX = "key.json", "program.o", "program.cubin", "program
 class CompiledProgram:
     """A host function with its kernels, compiled for one architecture.
 
-    Attributes:
-        name: kernel name.
-        arch: architecture, for example "sm_90a".
-        object_code: relocatable object with the host code and the machine code.
-        cubin: machine code alone.
-        ptx: intermediate code.
-        seconds: wall time of the compilation, when it was done.
-        dynamic_shared_bytes: the most shared memory per CTA that a launch asks for.
+    `object_code` holds host and machine code, `cubin` the latter alone; `dynamic_shared_bytes` is
+    the most shared memory per CTA that a launch asks for.
     """
 
     name: str
@@ -71,7 +65,6 @@ class ProgramKey:
     """Everything that decides what a compiled program is.
 
     Attributes:
-        name: kernel name.
         fields: what the digest is made of.
         changed: source files that changed after this process began. It may have imported what they
             held before, so what it compiles is not what the key says.
@@ -83,13 +76,16 @@ class ProgramKey:
 
     @property
     def digest(self) -> str:
-        """Short name of the key."""
         text = json.dumps(self.fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
+    def symbol(self) -> str:
+        """The name of the program in its object file."""
+        return f"hyper_mla_{self.digest}"
+
+    @property
     def path(self) -> Path:
-        """Where the entry is, or would be."""
         return cache_root() / "cute-compile" / self.name / f"{self.digest}.zip"
 
 
@@ -140,8 +136,10 @@ def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
             carried["self"] = owner if isinstance(owner, type) else host_identity(owner, outer)
         name = f"{function.__module__}.{function.__qualname__}"
     else:
-        slots = [name for cls in type(host).__mro__ for name in _slots(cls) if hasattr(host, name)]
-        carried = {**getattr(host, "__dict__", {}), **{slot: getattr(host, slot) for slot in slots}}
+        # None, or the dict and what is in slots.
+        state = host.__getstate__()
+        parts = state if isinstance(state, tuple) else (state,)
+        carried = {name: value for part in parts if part for name, value in part.items()}
         name = _type_name(type(host))
     if any(host is carrier for carrier in outer):
         return {"name": name}
@@ -178,12 +176,6 @@ def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
     )
 
 
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
 def _type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -206,11 +198,7 @@ def read_entry(key: ProgramKey) -> CompiledProgram | None:
     if key.changed:
         return None
     try:
-        content = key.path.read_bytes()
-    except OSError:
-        return None
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        with zipfile.ZipFile(key.path) as archive:
             stored = json.loads(archive.read(_KEY))
             if stored["key"] != key.fields:
                 raise ValueError("it has another key")
@@ -223,6 +211,8 @@ def read_entry(key: ProgramKey) -> CompiledProgram | None:
                 seconds=float(stored["seconds"]),
                 dynamic_shared_bytes=int(stored["dynamic_shared_bytes"]),
             )
+    except OSError:
+        return None
     except Exception as error:  # damage may show in any layer of the format
         log.warning("%s: ignored and compiled again, %s", key.path, error)
         return None
@@ -235,14 +225,11 @@ def write_entry(key: ProgramKey, program: CompiledProgram) -> None:
         message = "%s: the compiled kernel is not kept, %s changed after this process began"
         log.warning(message, key.name, files)
         return
+    figures = {name: getattr(program, name) for name in ("seconds", "dynamic_shared_bytes")}
+    text = json.dumps({"key": key.fields, **figures}, sort_keys=True, indent=1)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        stored = {
-            "key": key.fields,
-            "seconds": program.seconds,
-            "dynamic_shared_bytes": program.dynamic_shared_bytes,
-        }
-        archive.writestr(_KEY, json.dumps(stored, sort_keys=True, indent=1))
+        archive.writestr(_KEY, text)
         archive.writestr(_OBJECT, program.object_code)
         archive.writestr(_CUBIN, program.cubin)
         archive.writestr(_PTX, program.ptx)

@@ -12,6 +12,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,23 +46,6 @@ def short_entry(host_function: Any) -> Entry:
     return ctypes.CFUNCTYPE(None)(address)
 
 
-class BoundLaunch:
-    """A program with arguments of its own.
-
-    One thread at a time may use it; programs give each caller its own.
-    """
-
-    def __init__(self, program: CuteProgram, args: Sequence[Any]) -> None:
-        self._program = program
-        self._args = tuple(args)  # keeps the tensors alive
-        self._buffer = ArgumentBuffer(program.kinds, program.device)
-        self._buffer.write(self._args)
-
-    def launch(self) -> None:
-        """Launch on the current CUDA stream."""
-        self._program.launch(self._buffer)
-
-
 _NUMBER_FORMATS = {INT32: "i4x", INT64: "q", FLOAT32: "f4x"}
 """How `struct` writes a number into a cell of 8 bytes."""
 
@@ -74,25 +58,16 @@ class RepeatedLaunch:
     earlier launch. Safe in several threads.
     """
 
-    def __init__(
-        self,
-        name: str,
-        entry: Entry,
-        kinds: Sequence[ArgumentKind],
-        device: int,
-        args: Sequence[Any],
-    ) -> None:
+    def __init__(self, program: CuteProgram, args: Sequence[Any]) -> None:
         """Keep the numbers among the arguments, and no tensor."""
-        self.device = device
-        self._name = name
-        self._entry = entry
-        self._kinds = kinds
+        self.device = program.device
+        self._name, self._entry, self._kinds = program.name, program.entry, program.kinds
         self._numbers = {
             place: value.value if isinstance(value, Int64Arg) else value
-            for place, (kind, value) in enumerate(zip(kinds, args, strict=True))
+            for place, (kind, value) in enumerate(zip(program.kinds, args, strict=True))
             if kind.tag in _NUMBER_FORMATS
         }
-        self._pointers = [place for place in range(len(kinds)) if place not in self._numbers]
+        self._pointers = [place for place in range(len(args)) if place not in self._numbers]
         self._own = threading.local()
 
     def __call__(self, *pointers: int) -> None:
@@ -197,32 +172,32 @@ def _cells(count: int) -> struct.Struct:
     return struct.Struct(f"{count}N")
 
 
+@dataclass(eq=False)
 class CuteProgram:
     """A compiled and loaded host function, for arguments of certain kinds and any shape."""
 
-    def __init__(
-        self,
-        name: str,
-        kinds: Sequence[ArgumentKind],
-        device: int,
-        entry: Entry,
-        owners: Sequence[Any] = (),
-    ) -> None:
-        """Wrap a loaded host function."""
-        self.name = name
-        self.kinds = tuple(kinds)
-        self.device = device
-        self._entry = entry
-        self._owners = tuple(owners)
+    name: str
+    kinds: Sequence[ArgumentKind]
+    device: int
+    entry: Entry
+    owners: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
         self._own = threading.local()
 
-    def bind(self, *args: Any) -> BoundLaunch:
-        """The program with arguments of its own, for repeated launches."""
-        return BoundLaunch(self, args)
+    def bind(self, *args: Any) -> Callable[[], None]:
+        """The launch with these arguments, for one thread at a time; it keeps the tensors alive."""
+        buffer = ArgumentBuffer(self.kinds, self.device)
+        buffer.write(args)
+
+        def launch(_alive: Any = args) -> None:
+            self.launch(buffer)
+
+        return launch
 
     def repeated(self, *args: Any) -> RepeatedLaunch:
         """The program with the numbers of these arguments, for launches on other tensors."""
-        return RepeatedLaunch(self.name, self._entry, self.kinds, self.device, args)
+        return RepeatedLaunch(self, args)
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current CUDA stream, with other arguments than last time.
@@ -236,7 +211,6 @@ class CuteProgram:
         self.launch(buffer)
 
     def launch(self, buffer: ArgumentBuffer) -> None:
-        """Launch on the current CUDA stream with the arguments of a buffer."""
         if current_device_index() != self.device:
             raise InvalidArgumentError(
                 f"{self.name}: device",
@@ -244,7 +218,7 @@ class CuteProgram:
                 f"cuda:{current_device_index()}",
             )
         buffer.stream.value = raw_stream(self.device)
-        self._entry(buffer.packed)
+        self.entry(buffer.packed)
         if buffer.result.value:
             raise UnsupportedError(f"{self.name}: {describe_cuda_error(buffer.result.value)}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from enum import Enum, auto
 from functools import lru_cache, partial
 from typing import Any
 
@@ -40,14 +39,6 @@ def _ceil_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return floor + (floor * y != x).to(floor.dtype)
 
 
-def _minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.fmin(x, y) if x.is_floating_point() else torch.minimum(x, y)
-
-
-def _maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y)
-
-
 # cuTile's name of the operation -> its stub and torch function. The stub of "pow" has rules of its
 # own, and that of "cdiv" does not reach the dispatch mode.
 _BINARY: dict[str, tuple[Callable[..., Any] | None, Elementwise]] = {
@@ -60,8 +51,8 @@ _BINARY: dict[str, tuple[Callable[..., Any] | None, Elementwise]] = {
     "mod": (ct.mod, torch.remainder),
     "pow": (None, torch.pow),
     "atan2": (ct.atan2, torch.atan2),
-    "min": (ct.minimum, _minimum),
-    "max": (ct.maximum, _maximum),
+    "min": (ct.minimum, torch.fmin),
+    "max": (ct.maximum, torch.fmax),
     "and_": (ct.bitwise_and, torch.bitwise_and),
     "or_": (ct.bitwise_or, torch.bitwise_or),
     "xor": (ct.bitwise_xor, torch.bitwise_xor),
@@ -97,19 +88,15 @@ def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType
 @lru_cache(maxsize=8192, typed=True)
 def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
     """The dtype that both operands are cast to, after cuTile's checks for the operation."""
-    x_dtype, y_dtype = (
-        api.dtype_of_constant_scalar(operand)
-        if isinstance(operand, bool | int | float)
-        else operand
-        for operand in (x, y)
-    )
+    numbers = [isinstance(operand, bool | int | float) for operand in (x, y)]
+    x_dtype = api.dtype_of_constant_scalar(x) if numbers[0] else x
+    y_dtype = api.dtype_of_constant_scalar(y) if numbers[1] else y
     if name in _BITWISE:
         if not all(api.is_integral(d) or api.is_boolean(d) for d in (x_dtype, y_dtype)):
             raise TileTypeError(
                 f"bitwise operations need integers or booleans, got {x_dtype} and {y_dtype}"
             )
-        both_typed = x is x_dtype and y is y_dtype
-        if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
+        if (not any(numbers) and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
             raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
     elif name in _SHIFTS:
         if not (api.is_integral(x_dtype) and api.is_integral(y_dtype)):
@@ -123,10 +110,8 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         raise TileTypeError(f"{name} does not support bool; cast to an integer first")
     if name in _COMPARISONS and api.is_restricted_float(common):
         raise TileTypeError(f"comparison is not defined for dtype {common}")
-    unsupported = (
-        api.is_integral if name in ("pow", "atan2") else api.is_float if name == "cdiv" else None
-    )
-    if unsupported is not None and unsupported(common):
+    unsupported = {"pow": api.is_integral, "atan2": api.is_integral, "cdiv": api.is_float}
+    if name in unsupported and unsupported[name](common):
         raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
     return common
 
@@ -163,12 +148,10 @@ def binary(
         api.broadcast_shapes(a.shape, b.shape)
     if name in _COMPARISONS:
         return Tile(combine_elements(name, a, b, dtype), ct.bool_)
-    if rounding_mode is not None or flush_to_zero:
-        check_modes(name, rounding_mode, flush_to_zero, dtype)
     on_torch: Elementwise = partial(combine_elements, name, element=dtype)
     if propagate_nan and api.is_float(dtype):
         on_torch = torch.minimum if name == "min" else torch.maximum
-    return Tile(_with_modes(name, on_torch, (a, b), rounding_mode, flush_to_zero), dtype)
+    return _with_modes(name, dtype, on_torch, (a, b), rounding_mode, flush_to_zero)
 
 
 def _binary_on_integers(name: str, x: Any, x_value: int, y: Any, y_value: int) -> Any:
@@ -201,12 +184,15 @@ def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_modes(
     name: str,
+    dtype: DType,
     function: Callable[..., torch.Tensor],
     operands: tuple[torch.Tensor, ...],
     rounding: RoundingMode | None,
     flush: bool,
-) -> torch.Tensor:
+) -> Tile:
     """Applies a torch function with a rounding mode, flushing subnormal numbers if asked to."""
+    if rounding is not None or flush:
+        check_modes(name, rounding, flush, dtype)
     # exp2 of a subnormal number is 1, as exp2 of zero.
     if flush and name != "exp2":
         operands = tuple(map(flush_subnormals, operands))
@@ -215,7 +201,7 @@ def _with_modes(
             f"{name} with rounding mode {rounding} is not supported by the CPU interpreter"
         )
     result = function(*operands)
-    return flush_subnormals(result) if flush else result
+    return Tile(flush_subnormals(result) if flush else result, dtype)
 
 
 for _name, (_stub, _) in _BINARY.items():
@@ -242,44 +228,21 @@ def _divmod(x: Any, y: Any, /) -> tuple[Any, Any]:
     return binary("floordiv", x, y), binary("mod", x, y)
 
 
-class _Accepts(Enum):
-    """Which dtypes an operation takes, and what it does with the others."""
-
-    FLOAT = auto()
-    """Floats; integers and booleans become float32."""
-    STRICTLY_FLOAT = auto()
-    """Floats only."""
-    NUMBER = auto()
-    """Floats and integers; booleans become int32."""
-    BITS = auto()
-    """Integers and booleans only."""
-    ANY = auto()
-    """Everything, as it is."""
-
-
-def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
-    """The dtype that the operation works in."""
-    if api.is_restricted_float(dtype):
+def _unary_dtype(name: str, dtype: DType) -> DType:
+    """The dtype that an operation works in: its operand's, or the one this is converted to."""
+    refused = {"floor": not api.is_float(dtype), "ceil": not api.is_float(dtype)}
+    refused["bitwise_not"] = api.is_float(dtype)
+    if api.is_restricted_float(dtype) or refused.get(name):
         raise TileTypeError(f"{name} is not defined for dtype {dtype}")
-    if api.is_float(dtype):
-        if accepts is _Accepts.BITS:
-            raise TileTypeError(f"{name} does not support float inputs, got {dtype}")
+    if api.is_float(dtype) or name in ("abs", "bitwise_not"):
         return dtype
-    if accepts is _Accepts.STRICTLY_FLOAT:
-        raise TileTypeError(f"{name} supports float inputs only, got {dtype}")
-    if accepts is _Accepts.FLOAT:
-        return ct.float32
-    if accepts is _Accepts.NUMBER and api.is_boolean(dtype):
-        return ct.int32
-    return dtype
-
-
-def _absolute(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.bool else tensor.abs()
+    if name == "neg":
+        return ct.int32 if api.is_boolean(dtype) else dtype
+    return ct.float32
 
 
 def _register_unary(
-    stub: Callable[..., Any], name: str, function: Callable[..., torch.Tensor], accepts: _Accepts
+    stub: Callable[..., Any], name: str, function: Callable[..., torch.Tensor]
 ) -> None:
     def unary(
         x: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
@@ -288,25 +251,20 @@ def _register_unary(
             with api.reraise_tile_exception():
                 return api.UNARYOP_REGISTRY[name].impl(x)
         tile = as_tile(x)
-        dtype = _accepted_dtype(name, accepts, tile.element)
+        dtype = _unary_dtype(name, tile.element)
         elements = cast(tile.tensor, tile.element, dtype)
-        if rounding_mode is not None or flush_to_zero:
-            check_modes(name, rounding_mode, flush_to_zero, dtype)
-        result = _with_modes(name, function, (elements,), rounding_mode, flush_to_zero)
-        return Tile(result, dtype)
+        return _with_modes(name, dtype, function, (elements,), rounding_mode, flush_to_zero)
 
     implement(stub, unary)
 
 
-for _accepts, _names in {
-    _Accepts.FLOAT: "exp exp2 log log2 sqrt rsqrt sin cos tan sinh cosh tanh",
-    _Accepts.STRICTLY_FLOAT: "floor ceil",
-    _Accepts.BITS: "bitwise_not",
-}.items():
-    for _name in _names.split():
-        _register_unary(getattr(ct, _name), _name, getattr(torch, _name), _accepts)
-_register_unary(ct.negative, "neg", torch.neg, _Accepts.NUMBER)
-_register_unary(ct.abs, "abs", _absolute, _Accepts.ANY)
+for _name in (
+    *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh"),
+    *("floor", "ceil", "bitwise_not"),
+):
+    _register_unary(getattr(ct, _name), _name, getattr(torch, _name))
+_register_unary(ct.negative, "neg", torch.neg)
+_register_unary(ct.abs, "abs", lambda x: x if x.dtype == torch.bool else x.abs())
 
 
 @implements(ct.isnan)

@@ -60,9 +60,8 @@ def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
     """What the kernel's function is called with."""
     names = list(annotated_function.pysig.parameters)
     if len(args) != len(names):
-        raise InvalidArgumentError(
-            "args", f"{len(names)} arguments ({', '.join(names)})", f"{len(args)}"
-        )
+        expected = f"{len(names)} arguments ({', '.join(names)})"
+        raise InvalidArgumentError("args", expected, len(args))
     triples = zip(names, args, annotated_function.parameter_annotations, strict=True)
     return [_bind(name, value, annotation) for name, value, annotation in triples]
 
@@ -86,9 +85,8 @@ def _bind(name: str, value: Any, annotation: Any) -> Any:
         return value
     if isinstance(value, list):
         element = None if annotation.list is None else annotation.list.element
-        return ArrayList(
-            [_bind_tensor(f"{name}[{i}]", item, element) for i, item in enumerate(value)]
-        )
+        arrays = enumerate(value)
+        return ArrayList(_bind_tensor(f"{name}[{i}]", item, element) for i, item in arrays)
     if isinstance(value, torch.Tensor):
         return _bind_tensor(name, value, annotation.array)
     return _bind_scalar(name, value, ct.int32 if annotation.scalar is None else ct.int64)
@@ -104,9 +102,8 @@ def _bind_scalar(name: str, value: Any, integer_dtype: DType) -> Tile:
         return Tile.of_integer(value, integer_dtype)
     if isinstance(value, float):
         return Tile(constant(value, ct.float32), ct.float32)
-    raise InvalidArgumentError(
-        name, "a CPU tensor, a number or a tuple of them (constants need ct.Constant)", _got(value)
-    )
+    expected = "a CPU tensor, a number or a tuple of them (constants need ct.Constant)"
+    raise InvalidArgumentError(name, expected, _got(value))
 
 
 def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
@@ -122,20 +119,13 @@ def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
     index_dtype = ct.int32 if annotation is None else annotation.index_dtype
     largest = max((*tensor.shape, *tensor.stride()), default=0)
     if largest > api.integer_dtype_max(index_dtype):
-        raise InvalidArgumentError(
-            name, f"a shape and strides that fit {index_dtype} (see ct.IndexedWithInt64)", largest
-        )
-    rank = tensor.ndim
-    static_shape = () if annotation is None else annotation.static_shape_dims
-    static_strides = () if annotation is None else annotation.static_stride_dims
-    return Array(
-        tensor.detach(),
-        element,
-        name,
-        index_dtype,
-        frozenset(axis % rank for axis in static_shape),
-        frozenset(axis % rank for axis in static_strides),
-    )
+        expected = f"a shape and strides that fit {index_dtype} (see ct.IndexedWithInt64)"
+        raise InvalidArgumentError(name, expected, largest)
+    axes: tuple[Any, Any] = ((), ())
+    if annotation is not None:
+        axes = (annotation.static_shape_dims, annotation.static_stride_dims)
+    static = (frozenset(axis % tensor.ndim for axis in some) for some in axes)
+    return Array(tensor.detach(), element, name, index_dtype, *static)
 
 
 def _got(value: Any) -> str:
@@ -150,18 +140,12 @@ _DISPATCH_CODE = InterpreterMode.call_tile_function_from_host.__code__
 def block_error(error: Exception, kernel_name: str, block: BlockId) -> InterpreterError:
     """Names kernel, block, operation and source line of an error raised while a block ran."""
     frames = [*traceback.walk_tb(error.__traceback__)]
-    kernel_frames = [
-        i for i, (frame, _) in enumerate(frames) if isinstance(frame.f_globals, KernelGlobals)
-    ]
+    inside = [i for i, (f, _) in enumerate(frames) if isinstance(f.f_globals, KernelGlobals)]
     text = f"kernel {kernel_name}, block {block}"
-    if not kernel_frames:
-        return InterpreterError(f"{text}: {_reason(error)}")
-    innermost = kernel_frames[-1]
-    operation = _operation([frame for frame, _ in frames[innermost + 1 :]])
-    if operation:
-        text += f", {operation}"
+    operation = _operation([frame for frame, _ in frames[inside[-1] + 1 :]]) if inside else ""
+    text += f", {operation}" if operation else ""
     text += f": {_reason(error)}"
-    for index in dict.fromkeys((innermost, kernel_frames[0])):
+    for index in dict.fromkeys((*inside[-1:], *inside[:1])):
         text += f"\n  at {_position(*frames[index])}"
     return InterpreterError(text)
 

@@ -166,10 +166,8 @@ def _store(
     if value.ndim == 0:
         value = value.reshape((1,) * array.ndim)
     if value.ndim != array.ndim:
-        raise TileTypeError(
-            f"cannot store a tile of shape {tuple(value.shape)} to array {array.name} of rank "
-            f"{array.ndim}"
-        )
+        target = f"array {array.name} of rank {array.ndim}"
+        raise TileTypeError(f"cannot store a tile of shape {tuple(value.shape)} to {target}")
     start = _origin(position, tuple(value.shape))
     _write(array, _in_order(array, order), start, value, check_bounds)
 
@@ -283,7 +281,6 @@ class Elements(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tile that the elements form."""
         return tuple(self.offsets.shape)
 
     def read(self, otherwise: torch.Tensor) -> torch.Tensor:

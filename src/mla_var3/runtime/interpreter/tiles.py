@@ -6,7 +6,6 @@ float32 (float64 for float64 and integer inputs, which is exact for integers), r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,29 +67,24 @@ def _arange(size: Any, /, *, dtype: Any, start: Any = 0, step: Any = 1) -> Tile:
     return result
 
 
-def _nested_shape(value: Any) -> tuple[int, ...]:
+def _stacked(value: Any, element: DType) -> torch.Tensor:
+    """The scalars of a nested tuple as one tensor."""
     if not isinstance(value, tuple):
         if as_tile(value).ndim:
             raise TileTypeError(f"expected scalars, got {describe(value)}")
-        return ()
-    shapes = {_nested_shape(item) for item in value}
-    if len(shapes) != 1:
+        return _astype(value, element).tensor
+    parts = [_stacked(item, element) for item in value]
+    if len({part.shape for part in parts}) != 1:
         raise TileTypeError(f"expected a nested tuple of uniform shape, got {value!r}")
-    return (len(value), *shapes.pop())
-
-
-def _flatten(value: Any) -> list[Any]:
-    if not isinstance(value, tuple):
-        return [value]
-    return [leaf for item in value for leaf in _flatten(item)]
+    return torch.stack(parts)
 
 
 @implements(ct.astile)
 def _astile(value: Any, /, *, dtype: Any) -> Tile:
     element = as_dtype(dtype)
-    shape = tile_shape(_nested_shape(value))
-    leaves = [_astype(leaf, element).tensor for leaf in _flatten(value)]
-    return Tile(torch.stack(leaves).reshape(shape), element)
+    stacked = _stacked(value, element)
+    tile_shape(tuple(stacked.shape))
+    return Tile(stacked, element)
 
 
 @implements(ct.astype)
@@ -116,13 +110,10 @@ def _bitcast(x: Any, /, dtype: Any) -> Tile:
 def _reshape(x: Any, /, shape: Any) -> Tile:
     tile = as_tile(x)
     sizes = static_ints(shape, "a size")
-    known = math.prod(size for size in sizes if size != -1)
-    if sizes.count(-1) > 1 or not known or tile.tensor.numel() % known:
-        raise TileTypeError(f"cannot reshape {tile.shape} to {sizes}")
-    inferred = tuple(tile.tensor.numel() // known if size == -1 else size for size in sizes)
-    if math.prod(inferred) != tile.tensor.numel():
-        raise TileTypeError(f"cannot reshape {tile.shape} to {sizes}")
-    return Tile(tile.tensor.reshape(tile_shape(inferred)), tile.element)
+    try:  # what divides a power of two is one
+        return Tile(tile.tensor.reshape(sizes), tile.element)
+    except RuntimeError:
+        raise TileTypeError(f"cannot reshape {tile.shape} to {sizes}") from None
 
 
 @implements(ct.Tile.item)

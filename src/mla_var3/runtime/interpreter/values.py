@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -21,6 +21,15 @@ from mla_var3.runtime.interpreter.dtypes import (
     torch_dtype,
     wrap_integer,
 )
+
+
+def _refuse(message: str) -> Callable[..., NoReturn]:
+    """A method that refuses, with a description of its object in the message."""
+
+    def refuse(value: Any, *_: Any) -> NoReturn:
+        raise TileTypeError(message.format(describe(value)))
+
+    return refuse
 
 
 class Tile(ct.Tile):  # type: ignore[misc]
@@ -81,7 +90,6 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return 0 if self._tensor is None else self._tensor.ndim
 
     def scalar(self) -> Number:
-        """The value of a tile without axes."""
         if self.integer is not None:
             return self.integer
         if self.ndim:
@@ -102,11 +110,10 @@ class Tile(ct.Tile):  # type: ignore[misc]
             )
         return bool(self.scalar())
 
-    def __int__(self) -> NoReturn:
-        raise TileTypeError(f"int() expects a constant, got {describe(self)}")
-
-    def __float__(self) -> NoReturn:
-        raise TileTypeError(f"float() expects a constant, got {describe(self)}")
+    __int__ = _refuse("int() expects a constant, got {}")
+    __float__ = _refuse("float() expects a constant, got {}")
+    __setitem__ = _refuse("tiles are immutable: item assignment is not supported")
+    __iter__ = _refuse("a tile cannot be iterated over")
 
     def __abs__(self) -> Any:
         return ct.abs(self)
@@ -126,12 +133,6 @@ class Tile(ct.Tile):  # type: ignore[misc]
                     "use extract() or item()"
                 )
         return Tile(self.tensor[items], self.element)
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise TileTypeError("tiles are immutable: item assignment is not supported")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TileTypeError("a tile cannot be iterated over")
 
     def __repr__(self) -> str:
         return format(self, "")
@@ -161,11 +162,8 @@ def describe(value: object) -> str:
 class Array(ct.Array):  # type: ignore[misc]
     """A global array: a CPU tensor that loads read and stores write.
 
-    Attributes:
-        name: The kernel parameter it came from, for error messages.
-        index_dtype: Dtype of its shape and strides in kernel code.
-        static_shape: Axes whose size is a compile-time constant.
-        static_strides: Axes whose stride is a compile-time constant.
+    `name` is the kernel parameter that it came from, `index_dtype` the type of its shape and
+    strides in kernel code; those of the static axes are compile-time constants.
     """
 
     tensor: torch.Tensor
@@ -202,11 +200,8 @@ class Array(ct.Array):  # type: ignore[misc]
         static = self.static_shape - {sliced}
         return Array(tensor, self.element, name, self.index_dtype, static, self.static_strides)
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise TileTypeError("arrays are not subscriptable: use load() or gather()")
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise TileTypeError("arrays do not support item assignment: use store() or scatter()")
+    __getitem__ = _refuse("arrays are not subscriptable: use load() or gather()")
+    __setitem__ = _refuse("arrays do not support item assignment: use store() or scatter()")
 
     def __repr__(self) -> str:
         return f"<{describe(self)}, dtype {self.element}>"
@@ -227,22 +222,16 @@ class TiledView(ct.TiledView):  # type: ignore[misc]
         return kernel_dtype(self.array.element)
 
 
-class ArrayList:
+class ArrayList(list[Array]):
     """A kernel parameter that is a list of arrays, indexed with integer scalars."""
 
-    def __init__(self, arrays: list[Array]) -> None:
-        self._arrays = arrays
+    __iter__ = _refuse("a list of arrays cannot be iterated over")
 
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Any) -> Any:
         position: int = index.__index__()
-        if not 0 <= position < len(self._arrays):
-            raise InterpreterError(
-                f"list index {position} is outside a list of {len(self._arrays)} arrays"
-            )
-        return self._arrays[position]
+        if not 0 <= position < len(self):
+            raise InterpreterError(f"list index {position} is outside a list of {len(self)} arrays")
+        return super().__getitem__(position)
 
 
 MAX_TILE_ELEMENTS = 1 << 24

@@ -1,11 +1,12 @@
 """Profiling: one module per mode, and what they share."""
 
-from mla_var3.runtime.profiling.modes import default_mode, profile_plan
-from mla_var3.runtime.profiling.result import (
+from mla_var3.runtime.profiling.modes import (
     NsightProfType,
     ProfileResult,
     StageFigures,
+    default_mode,
     parse_mode,
+    profile_plan,
 )
 
 __all__ = [

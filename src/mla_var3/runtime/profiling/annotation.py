@@ -6,7 +6,7 @@ from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.markdown import write_csv
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
-from mla_var3.runtime.profiling.ncu import text
+from mla_var3.runtime.profiling.ncu import session as ncu_session
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
@@ -38,7 +38,7 @@ def write_annotation(session: Session) -> ProfileResult:
     result = make_result(session)
     common.write_artifacts(result, session.prepared, _report(session, result))
     _write_metrics(session, result)
-    text.write_roofline(session, result)
+    ncu_session.write_roofline(session, result)
     return result
 
 
@@ -46,7 +46,7 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     """The metrics as collected, launch by launch, and the figures of the report."""
     raw = [
         (measured.name, index * measured.runs // len(measured.launches), launch.function, name,
-         value.value, value.unit)
+         *value)
         for measured in session.profiles
         for index, launch in enumerate(measured.launches)
         for name, value in sorted(launch.metrics.items())
@@ -54,28 +54,23 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     ]  # fmt: skip
     columns = ("stage", "run", "function", "metric", "value", "unit")
     write_csv(session.folder / "nsight_raw_metrics.csv", columns, raw)
-    keys = [figure.key for figure in FIGURES]
-    write_csv(
-        session.folder / "nsight_formatted_metrics.csv",
-        ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck"),
-        [
-            (s.name, *(s.extra.get(key) for key in keys), s.extra.get("bottleneck"))
-            for s in result.rows
-        ],
-    )
+    headers = ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck")
+    keys = (*(figure.key for figure in FIGURES), "bottleneck")
+    formatted = [(stage.name, *map(stage.extra.get, keys)) for stage in result.rows]
+    write_csv(session.folder / "nsight_formatted_metrics.csv", headers, formatted)
 
 
 def _report(session: Session, result: ProfileResult) -> list[str]:
     return [
         common.header(f"{result.kernel}, annotation mode", result.record),
-        text.contract(session),
+        ncu_session.contract(session),
         "## Measured against roofline\n",
-        text.roofline_table(session, result),
-        text.whole_note(session),
+        ncu_session.roofline_table(session, result),
+        ncu_session.whole_note(session),
         common.roofline_warning(result),
         "## Nsight Compute metrics\n",
-        text.metrics_table(result),
+        ncu_session.metrics_table(result),
         "## Outside the healthy ranges\n",
-        text.issues_table(session),
-        *text.method_sections(session, result),
+        ncu_session.issues_table(session),
+        *ncu_session.method_sections(session, result),
     ]

@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mla_var3.runtime.markdown import byte_count
 
 TENSOR_HIGH_PCT = 60.0
 DRAM_HIGH_PCT = 70.0
-OCCUPANCY_LOW_PCT = 25.0
-L2_HIT_LOW_PCT = 80.0
 WAVES_LOW = 1.0
 
 STALL_MEANING = {
@@ -49,19 +48,11 @@ class Bound(Enum):
     LATENCY = ("Latency-bound", "occupancy, less spilling, more CTAs")
     UNKNOWN = ("unknown", "collect tensor core and DRAM utilisation first")
 
-    @property
-    def label(self) -> str:
-        """For example "Memory-bound"."""
-        return self.value[0]
-
-    @property
-    def focus(self) -> str:
-        """What to look at."""
-        return self.value[1]
+    def __init__(self, label: str, focus: str) -> None:
+        self.label, self.focus = label, focus
 
 
-@dataclass(frozen=True)
-class Issue:
+class Issue(NamedTuple):
     """One figure outside its healthy range."""
 
     key: str
@@ -71,8 +62,7 @@ class Issue:
     hint: str
 
 
-@dataclass(frozen=True)
-class Opportunity:
+class Opportunity(NamedTuple):
     """Something to try, with what it could save at most."""
 
     name: str
@@ -81,7 +71,7 @@ class Opportunity:
     trigger: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageMeasurement:
     """What was measured of a stage, and what the rules say about it."""
 
@@ -93,22 +83,32 @@ class StageMeasurement:
 
     @property
     def time_us(self) -> float:
-        """Measured duration."""
         return self.figures["time_us"]
 
     @property
     def bound(self) -> Bound:
-        """The class of its bottleneck."""
-        return classify(self.figures)
+        """The class by the utilisation of tensor cores and DRAM.
+
+        With both high, the one further above its threshold decides.
+        """
+        tensor, dram = self.figures.get("tensor_pct"), self.figures.get("dram_pct")
+        if tensor is None or dram is None:
+            return Bound.UNKNOWN
+        over = {Bound.COMPUTE: tensor / TENSOR_HIGH_PCT, Bound.MEMORY: dram / DRAM_HIGH_PCT}
+        highest = max(over, key=over.__getitem__)
+        return highest if over[highest] > 1 else Bound.LATENCY
 
     @property
     def issues(self) -> tuple[Issue, ...]:
-        """Every figure outside its healthy range."""
-        return find_issues(self.figures)
+        """Every figure outside its healthy range, the costliest kind first."""
+        return tuple(
+            Issue(key, name, trigger, healthy, hint)
+            for key, (name, healthy, hint, judge) in _RULES.items()
+            if key in self.figures and (trigger := judge(self.figures[key]))
+        )
 
     @property
     def key_issue(self) -> str:
-        """The issue to name first."""
         return f"{self.issues[0].name} ({self.issues[0].trigger})" if self.issues else "none"
 
     def main_stall(self) -> tuple[str, float] | None:
@@ -118,19 +118,6 @@ class StageMeasurement:
             return None
         reason = max(stalls, key=lambda name: stalls[name])
         return reason, stalls[reason] / sum(stalls.values())
-
-
-def classify(figures: Mapping[str, float]) -> Bound:
-    """The class by the utilisation of tensor cores and DRAM.
-
-    With both high, the one further above its threshold decides.
-    """
-    tensor, dram = figures.get("tensor_pct"), figures.get("dram_pct")
-    if tensor is None or dram is None:
-        return Bound.UNKNOWN
-    over = {Bound.COMPUTE: tensor / TENSOR_HIGH_PCT, Bound.MEMORY: dram / DRAM_HIGH_PCT}
-    highest = max(over, key=over.__getitem__)
-    return highest if over[highest] > 1 else Bound.LATENCY
 
 
 _RULES: dict[str, tuple[str, str, str, Callable[[float], str | None]]] = {
@@ -144,23 +131,14 @@ _RULES: dict[str, tuple[str, str, str, Callable[[float], str | None]]] = {
     ),
     "occupancy_pct": (
         *("register or shared memory pressure", "> 25%", "smaller tiles, occupancy hint"),
-        lambda v: f"occupancy={v:.1f}%" if v <= OCCUPANCY_LOW_PCT else None,
+        lambda v: f"occupancy={v:.1f}%" if v <= 25 else None,
     ),
     "l2_hit_pct": (
         *("locality issue", ">= 80%", "swizzled schedule, larger tiles, data layout"),
-        lambda v: f"L2 hit rate={v:.1f}%" if v < L2_HIT_LOW_PCT else None,
+        lambda v: f"L2 hit rate={v:.1f}%" if v < 80 else None,
     ),
 }
 """Figure -> issue, healthy range, hint, and the trigger of an unhealthy value."""
-
-
-def find_issues(figures: Mapping[str, float]) -> tuple[Issue, ...]:
-    """Every figure outside its healthy range, the costliest kind first."""
-    return tuple(
-        Issue(key, name, trigger, healthy, hint)
-        for key, (name, healthy, hint, judge) in _RULES.items()
-        if key in figures and (trigger := judge(figures[key]))
-    )
 
 
 def find_opportunities(stages: Sequence[StageMeasurement], limit: int = 3) -> list[Opportunity]:

@@ -22,10 +22,14 @@ from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import check_markdown
-from mla_var3.runtime.profiling.lock import current_device_name, device_lock
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.lock import (
+    ClockState,
+    announce_clocks,
+    current_device_name,
+    device_lock,
+)
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.stage import KernelStage, Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
 
@@ -56,8 +60,7 @@ def profiling_mode(
         ) -> ProfileResult:
             if not isinstance(plan, KernelPlan):
                 raise InvalidArgumentError("plan", "a KernelPlan", repr(plan))
-            folder = None if out_dir is None else Path(out_dir)
-            given = {"out_dir": folder, "label": label, "bench_runs": bench_runs}
+            given = {"out_dir": out_dir and Path(out_dir), "label": label, "bench_runs": bench_runs}
             changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
             chosen = dataclasses.replace(options or RunOptions(), **changes)
             if gpu and pick_device(chosen.device) != "cuda":
@@ -97,10 +100,8 @@ def artifact_folder(
 def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     """The same problem in another version of the plan's design; None keeps the plan.
 
-    A parameter that only this version has may stay behind where it was left at its default.
-
-    Raises:
-        UnknownNameError: a chosen parameter that the other version does not have.
+    A parameter that only this version has may stay behind where it was left at its default; a
+    chosen one that the other version lacks is an UnknownNameError.
     """
     if version is None:
         return plan
@@ -116,21 +117,28 @@ def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     return made
 
 
-def make_record(
-    mode: NsightProfType, plan: KernelPlan, device: DeviceSpec | None
-) -> dict[str, Any]:
-    """Identity, parameters and environment of a run, JSON-ready; figures are added to it."""
-    kernel = plan.kernel_id
-    return {
+def make_result(
+    mode: NsightProfType,
+    prepared: Prepared,
+    total: StageFigures,
+    stages: list[StageFigures],
+    folder: Path | None,
+    **more: Any,
+) -> ProfileResult:
+    """The result of a run: its record has identity, parameters, environment and `more`."""
+    kernel, device = prepared.plan.kernel_id, prepared.device
+    record = {
         "kernel": kernel.full_name,
         "design": kernel.design,
         "version": kernel.version,
         "language": kernel.language,
         "prof_type": mode.value,
         "device": device.name if device else None,
-        "params": plan.params(),
+        "params": prepared.plan.params(),
         "environment": environment(),
+        **more,
     }
+    return ProfileResult(kernel.full_name, mode, total, stages, folder, prepared.check, record)
 
 
 def measured_result(
@@ -145,9 +153,9 @@ def measured_result(
 
     Without `clocks` they are those of now.
     """
-    record = make_record(mode, prepared.plan, prepared.require_device())
-    clocks = clocks or announce_clocks(record["environment"])
-    record |= {
+    result = make_result(mode, prepared, total, stages, folder)
+    clocks = clocks or announce_clocks(result.record["environment"])
+    result.record |= {
         "total": vars(total),
         "stages": [vars(figures) for figures in stages],
         "tilings": {name: tiling.to_dict() for name, tiling in prepared.stage.tilings().items()},
@@ -156,15 +164,7 @@ def measured_result(
         # A time that beats the specified peaks means that something is wrong.
         "above_roofline": (total.of_roofline_pct or 0.0) > 100.0,
     }
-    return ProfileResult(
-        kernel=prepared.plan.name,
-        mode=mode,
-        total=total,
-        stages=stages,
-        out_dir=folder,
-        check=prepared.check,
-        record=record,
-    )
+    return result
 
 
 def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
@@ -201,19 +201,9 @@ def stage_figures(
     spread_us: float | None = None,
     name: str = "",
 ) -> StageFigures:
-    """Figures of a stage, by its own name unless one is given.
-
-    Beside them its ideal time on a device, at the vendor's peaks.
-    """
-    cost = stage.cost()
-    return StageFigures(
-        name=name or stage.name,
-        time_us=time_us,
-        spread_us=spread_us,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        predicted_us=stage.predict_us(*device.peak_rates(dtype)),
-    )
+    """Figures of a stage, by its own name unless one is given, and its ideal time on a device."""
+    cost, ideal_us = stage.cost(), stage.predict_us(*device.peak_rates(dtype))
+    return StageFigures(name or stage.name, time_us, spread_us, cost.flops, cost.bytes, ideal_us)
 
 
 def kernel_figures(stage: Stage, device: DeviceSpec, dtype: str) -> list[StageFigures]:

@@ -6,11 +6,11 @@ from mla_var3.runtime.measure import wait_for_device
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling.common import (
     kernel_figures,
-    make_record,
+    make_result,
     profiling_mode,
     stage_figures,
 )
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult
 from mla_var3.runtime.workflow import RunOptions, planning_device, prepare
 
 
@@ -24,12 +24,8 @@ def disabled_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
             wait_for_device(prepared.stage.name)
     device = prepared.device or planning_device()
     dtype = plan_dtype(prepared.plan)
-    record = make_record(NsightProfType.DISABLED, prepared.plan, prepared.device)
-    return ProfileResult(
-        kernel=prepared.plan.name,
-        mode=NsightProfType.DISABLED,
-        total=stage_figures(prepared.stage, device, dtype),
-        stages=kernel_figures(prepared.stage, device, dtype),
-        check=prepared.check,
-        record={**record, "planned_for": device.name},
+    total = stage_figures(prepared.stage, device, dtype)
+    stages = kernel_figures(prepared.stage, device, dtype)
+    return make_result(
+        NsightProfType.DISABLED, prepared, total, stages, None, planned_for=device.name
     )

@@ -7,7 +7,7 @@ from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import stage_markdown
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import RunOptions
 
@@ -16,31 +16,25 @@ from mla_var3.runtime.workflow import RunOptions
 def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and time a plan on the current GPU."""
     with common.measuring(NsightProfType.EVENT, plan, run) as (prepared, folder):
-        stage, spec = prepared.stage, prepared.require_device()
-        dtype = plan_dtype(prepared.plan)
+        stage, spec, dtype = prepared.stage, prepared.require_device(), plan_dtype(prepared.plan)
+
+        def timed(part: Stage, name: str = "") -> StageFigures:
+            timing = time_gpu(part.launch, runs=run.bench_runs)
+            times = (timing.median_us, timing.spread_us)
+            figures = common.stage_figures(part, spec, dtype, *times, name)
+            figures.extra["timing"] = timing.to_dict()
+            return figures
+
         kernels = by_unique_name(stage.kernels())
-        total = _timed(stage, spec, dtype, run.bench_runs)
+        total = timed(stage)
         stages = [total]
         if len(kernels) > 1:
-            stages = [
-                _timed(kernel, spec, dtype, run.bench_runs, name)
-                for name, kernel in kernels.items()
-            ]
+            stages = [timed(kernel, name) for name, kernel in kernels.items()]
         result = common.measured_result(NsightProfType.EVENT, prepared, total, stages, folder)
-        result.record["not_disassembled"] = common.write_compiled(
-            kernels.values(), spec.target, folder
-        )
+        missing = common.write_compiled(kernels.values(), spec.target, folder)
+        result.record["not_disassembled"] = missing
         common.write_artifacts(result, prepared, _report(result, stage, spec, dtype))
     return result
-
-
-def _timed(
-    stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None, name: str = ""
-) -> StageFigures:
-    timing = time_gpu(stage.launch, runs=runs)
-    figures = common.stage_figures(stage, spec, dtype, timing.median_us, timing.spread_us, name)
-    figures.extra["timing"] = timing.to_dict()
-    return figures
 
 
 def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -> list[str]:

@@ -9,7 +9,7 @@ from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number, table
 from mla_var3.runtime.paths import split_full_name
-from mla_var3.runtime.profiling.result import ProfileResult
+from mla_var3.runtime.profiling.modes import ProfileResult
 
 Rows = list[tuple[object, ...]]
 
@@ -107,22 +107,14 @@ def compile_rows(reports: Sequence[CompileReport]) -> Rows:
     """The compile reports as rows."""
     rows: Rows = []
     for report in reports:
-        registers = report.registers
-        raised = report.consumer_registers
-        rows.append(
-            (
-                report.kernel,
-                report.target,
-                f"{registers} ({raised})" if raised and raised != registers else registers,
-                None if report.stack_bytes is None else f"{report.stack_bytes} B",
-                byte_count(report.shared_bytes),
-                report.threads,
-                report.tensor_core,
-                None if report.error else "yes" if report.uses_tma else "no",
-                # What a good verdict says in words is in the other columns.
-                "ok" if report.verdict.startswith("ok") else report.verdict,
-            )
-        )
+        registers, raised = report.registers, report.consumer_registers
+        shown = f"{registers} ({raised})" if raised and raised != registers else registers
+        stack = None if report.stack_bytes is None else f"{report.stack_bytes} B"
+        sizes = (shown, stack, byte_count(report.shared_bytes), report.threads)
+        tma = None if report.error else "yes" if report.uses_tma else "no"
+        # What a good verdict says in words is in the other columns.
+        verdict = "ok" if report.verdict.startswith("ok") else report.verdict
+        rows.append((report.kernel, report.target, *sizes, report.tensor_core, tma, verdict))
     return rows
 
 

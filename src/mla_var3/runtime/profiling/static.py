@@ -12,7 +12,7 @@ from mla_var3.runtime.markdown import microseconds, number, table
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import compile_markdown, has_estimate
-from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling.modes import NsightProfType, ProfileResult
 from mla_var3.runtime.stage import Stage, by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
 
@@ -31,14 +31,10 @@ def static_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     here = _planning_device(plan)
     dtype = plan_dtype(plan)
-    known: dict[tuple[str, str], tuple[KernelPlan, Stage]] = {}
 
     def planned(target: Target) -> tuple[KernelPlan, Stage]:
-        key = (target.code, target.require_device().name)
-        if key not in known:
-            resolved = plan.resolved(target)
-            known[key] = resolved, empty_stage(resolved)
-        return known[key]
+        resolved = plan.resolved(target)
+        return resolved, empty_stage(resolved)
 
     reports: list[CompileReport] = []
     of_kernel: dict[str, list[CompileReport]] = defaultdict(list)
@@ -47,41 +43,41 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     for code in targets:
         if code not in plan_targets(plan):
             raise UnknownNameError("target", code, plan_targets(plan))
-    total = len(targets)
     for done, code in enumerate(targets):
         target = Target.of_code(code, here)
         _, stage = planned(target)
         for name, kernel in by_unique_name(stage.kernels()).items():
-            run.progress("compile", done, total, f"{name} for {code}")
+            run.progress("compile", done, len(targets), f"{name} for {code}")
             report = compile_report(kernel, code, artifacts_dir=folder / "compiled" / name)
             reports.append(report)
             of_kernel[name].append(report)
         title = f"### {code}, planned for {target.require_device().name}"
         sections.append(f"{title}\n\n{common.tiling_table(stage)}")
-    run.progress("compile", total, total, "done")
+    run.progress("compile", len(targets), len(targets), "done")
 
     chosen, stage = planned(Target.of(here))
-    record = common.make_record(NsightProfType.STATIC, chosen, None)
-    record["planned_for"] = here.name
-    record["compile"] = [report.to_dict() for report in reports]
     predictions = {
         spec.name: planned(Target.of(spec))[1].predict_us(*spec.peak_rates(dtype))
         for spec in load_devices().values()
         if _is_meant_for(plan, spec)
     }
-    record["predicted_us"] = predictions
-    result = ProfileResult(
-        kernel=plan.name,
-        mode=NsightProfType.STATIC,
-        total=common.stage_figures(stage, here, dtype),
-        stages=common.kernel_figures(stage, here, dtype),
-        out_dir=folder,
-        record=record,
-    )
-    for figures in result.stages:
+    total = common.stage_figures(stage, here, dtype)
+    stages = common.kernel_figures(stage, here, dtype)
+    for figures in stages:
         figures.extra["compile"] = of_kernel[figures.name]
+    prepared = Prepared(chosen, (), stage, None)
+    result = common.make_result(
+        NsightProfType.STATIC,
+        prepared,
+        total,
+        stages,
+        folder,
+        planned_for=here.name,
+        compile=[report.to_dict() for report in reports],
+        predicted_us=predictions,
+    )
     parts = [
-        common.header(f"{plan.name}, static mode", record),
+        common.header(f"{plan.name}, static mode", result.record),
         "## Compile report\n",
         compile_markdown(reports),
         common.compiled_note(stage),
@@ -92,7 +88,7 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
         "## Tilings\n",
         *sections,
     ]
-    common.write_artifacts(result, Prepared(chosen, (), stage, None), parts)
+    common.write_artifacts(result, prepared, parts)
     return result
 
 
@@ -108,7 +104,6 @@ def _planning_device(plan: KernelPlan) -> DeviceSpec:
 
 
 def _instruction_table(reports: list[CompileReport]) -> str:
-    """The instruction mix per kernel and target."""
     rows = []
     for r in reports:
         mix = " ".join(f"{name} {count}" for name, count in r.instructions.items() if count)

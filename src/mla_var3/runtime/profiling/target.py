@@ -2,21 +2,24 @@
 
     python -m mla_var3.runtime.profiling.target <spec.json>
 
-The spec says which plan, with which tilings, how often. Planning, inputs, compilation and warm-up
-happen outside the ranges, so that a profiler that filters by range sees the stages only.
+The spec says which plan, with which tilings, how often, so that nothing is tuned here. Planning,
+inputs, compilation and warm-up happen outside the ranges: a profiler that filters by range sees the
+stages only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,9 +28,10 @@ import mla_var3
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
-from mla_var3.runtime.measure import timeout_s, wait_for_device
+from mla_var3.runtime.measure import CudaClock, timeout_s, wait_for_device
 from mla_var3.runtime.paths import module_of
 from mla_var3.runtime.plan import KernelPlan, Target
+from mla_var3.runtime.profiling.timeline.model import HOST_PACED, QUEUED, WARMUP
 from mla_var3.runtime.stage import Stage, by_unique_name, tiling_from_dict
 
 MODULE = "mla_var3.runtime.profiling.target"
@@ -40,18 +44,23 @@ REPLAYS = 100
 
 Range = Callable[[str], Any]
 
+_HEAD_START_MARGIN = 2.0
+_MIN_HEAD_START_S = 2e-4
+_MAX_HEAD_START_S = 2e-2
+_CYCLES_PER_SECOND = 2e9
+"""No known GPU runs much faster, so the spin lasts at least as long as requested."""
+
 
 @dataclass
 class TargetSpec:
-    """What the profiled program runs.
+    """What the profiled program runs: a plan by its class and fields, with its tilings.
 
     Attributes:
-        module, plan: where the plan class is.
         plan_tilings: the plan's own tilings by field name; shapes may depend on them.
-        target: GPU code that the plan was made for.
         tilings: the tiling of every leaf kernel in launch order, with the kernel's name.
         runs: launches of each stage inside its range.
         warmup: launches of the whole before.
+        timeline: launch the whole, as `record_runs` does, not each stage alone.
         nsight: arguments for nsight-python; None to mark the ranges only.
         device: table entry that the plan was made for: splits and shares of SMs follow it; None
             where only the GPU code was known.
@@ -65,6 +74,7 @@ class TargetSpec:
     tilings: list[dict[str, Any]]
     runs: int = 1
     warmup: int = 2
+    timeline: bool = False
     nsight: dict[str, Any] | None = None
     device: str | None = None
 
@@ -87,24 +97,13 @@ class TargetSpec:
         )
 
     def write(self, path: Path) -> None:
-        """Write the spec as JSON."""
         write_json(path, dataclasses.asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
-    @classmethod
-    def of_command_line(cls, arguments: Sequence[str] | None) -> Self:
-        """The spec whose file is the only argument, by default that of the process."""
-        given = sys.argv[1:] if arguments is None else list(arguments)
-        if len(given) != 1:
-            raise InvalidArgumentError("arguments", "one spec file", given)
-        return cls.read(Path(given[0]))
-
     def build_plan(self) -> KernelPlan:
-        """The plan again."""
         found: Any = importlib.import_module(self.module)
         for part in self.plan.split("."):
             found = getattr(found, part)
@@ -179,6 +178,70 @@ def launch_ranges(stage: Stage, mark: Range, wait: Callable[[str], None]) -> Non
         wait(kernel.name)
 
 
+def record_runs(
+    stage: Stage, mark: Range, queued: int, host_paced: int = 5, warmup: int = 3
+) -> None:
+    """Launch a runtime object on the current GPU, every run inside a range of its own.
+
+    A *queued* run waits behind a spinning GPU until all of it is enqueued, so its timeline shows
+    what the GPU can do. A *host-paced* run starts on an idle GPU, so its timeline shows what the
+    host's launches cost.
+
+    The L2 cache is flushed before every queued run, as in event mode, so that the times compare.
+    """
+    import torch
+
+    clock = CudaClock()
+    host_s = 0.0
+    with ranges_below(stage, mark):
+        for _ in range(warmup):
+            wait_for_device(stage.name)
+            began = time.perf_counter()
+            with mark(f"{WARMUP}{stage.name}"):
+                stage.launch()
+            host_s = time.perf_counter() - began
+        cycles = head_start_cycles(host_s)
+        for _ in range(queued):
+            clock.flush_l2()
+            torch.cuda._sleep(cycles)
+            with mark(f"{QUEUED}{stage.name}"):
+                stage.launch()
+            wait_for_device(stage.name)
+    for _ in range(host_paced):
+        wait_for_device(stage.name)
+        with mark(f"{HOST_PACED}{stage.name}"):
+            stage.launch()
+    wait_for_device(stage.name)
+
+
+def head_start_cycles(host_s: float) -> int:
+    """How long the GPU must spin so that a host that takes `host_s` per run gets ahead of it."""
+    wanted = min(max(_HEAD_START_MARGIN * host_s, _MIN_HEAD_START_S), _MAX_HEAD_START_S)
+    return int(wanted * _CYCLES_PER_SECOND)
+
+
+@contextlib.contextmanager
+def ranges_below(stage: Stage, mark: Range) -> Iterator[None]:
+    """While active, every stage below the given one launches inside a range of its name."""
+    nodes = [*stage.children]
+    for node in nodes:
+        nodes += node.children
+
+    def launch_in_range(launch: Callable[[], None], name: str) -> None:
+        with mark(name):
+            launch()
+
+    try:
+        for node in nodes:
+            # An instance attribute hides the method; deleting it brings the method back.
+            name = f"{QUEUED}{node.name}"
+            vars(node)["launch"] = functools.partial(launch_in_range, node.launch, name)
+        yield
+    finally:
+        for node in nodes:
+            vars(node).pop("launch", None)
+
+
 def _wait_for_profiler(kernel: str) -> None:
     """Wait for a launch that the profiler replays, once per pass."""
     wait_for_device(kernel, REPLAYS * timeout_s())
@@ -215,15 +278,21 @@ def _run_nsight(spec: TargetSpec) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the spec named on the command line."""
+    """Run the spec whose file is the only argument, by default that of the process."""
     import torch
 
     _leave_script_folder()
-    spec = TargetSpec.of_command_line(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 1:
+        raise InvalidArgumentError("arguments", "one spec file", given)
+    spec = TargetSpec.read(Path(given[0]))
     if spec.nsight is not None:
         _run_nsight(spec)
         return 0
     stage = _prepared_stage(spec)
+    if spec.timeline:
+        record_runs(stage, torch.cuda.nvtx.range, spec.runs)
+        return 0
     for _ in range(spec.runs):
         launch_ranges(stage, torch.cuda.nvtx.range, _wait_for_profiler)
     return 0

@@ -115,23 +115,18 @@ class World:
             world=self,
         )
 
-    def tune(
-        self, stage: Stage, plan: FakePlan | None = None, spec: Any = None, **options: Any
-    ) -> dict[str, StageTuning]:
+    def tune(self, stage: Stage, **options: Any) -> dict[str, StageTuning]:
         run = RunOptions(**options)
-        own = plan or self.plan
-        return autotune(stage, own, spec or SPEC, run, instruments=self.instruments)
+        return autotune(stage, self.plan, SPEC, run, instruments=self.instruments)
 
     def refine(self, plan: FakePlan, **options: Any) -> FakePlan:
         return refine_plan(plan, SPEC, RunOptions(**options), instruments=self.instruments)
 
 
 SPEC: Any = SimpleNamespace(
-    name="NVIDIA Fake",
-    compute_capability=(9, 0),
-    target="sm_90",
+    name="NVIDIA Fake", compute_capability=(9, 0), target="sm_90",
     shared_memory_per_block_bytes=2000,
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -155,13 +150,11 @@ def test_the_fastest_is_set_and_everything_is_recorded(world):
     outcome = world.tune(stage)
     tuning = outcome["attend"]
     assert stage.tiling == FakeTiling(32)
-    assert tuning.best == {"rows": 32, "shape": [1, 2]}
-    assert tuning.best_us == 32.0
+    assert (tuning.best, tuning.best_us) == ({"rows": 32, "shape": [1, 2]}, 32.0)
     assert statuses(tuning) == {64: "ok", 128: "ok", 32: "ok"}
     assert (tuning.complete, tuning.from_cache) == (True, False)
     stored = json.loads(tuning.path.read_text())
-    assert stored["best"] == tuning.best
-    assert stored["complete"] is True
+    assert (stored["best"], stored["complete"]) == (tuning.best, True)
     assert stored["environment"]["versions"]["python"]
     assert [e["timing"]["median_us"] for e in stored["results"]] == [64.0, 128.0, 32.0]
     assert stored["results"][0]["compile"]["instructions"] == {"HGMMA": 4}
@@ -196,8 +189,7 @@ def test_a_candidate_that_fails_on_the_gpu_is_a_result(world):
     tuning = world.tune(stage)["attend"]
     assert statuses(tuning) == {64: "failed", 128: "ok"}
     assert reason(tuning, 64) == "RuntimeError: CUDA error: too many resources requested"
-    assert stage.tiling.rows == 128
-    assert tuning.complete
+    assert stage.tiling.rows == 128 and tuning.complete
 
 
 def test_no_usable_candidate_leaves_the_tiling_alone(world, caplog):
@@ -217,11 +209,8 @@ def test_when_all_spill_the_fewest_stack_bytes_are_timed(world):
     tuning = world.tune(stage)["attend"]
     assert world.timed == [(128,), (256,)]
     assert stage.tiling.rows == 256
-    assert statuses(tuning) == {
-        **{64: "rejected", 128: "ok", 256: "ok", 32: "rejected", 8: "rejected"}
-    }
-    assert "kept although it spills (16 B" in reason(tuning, 128)
-    assert "fewest stack bytes" in reason(tuning, 128)
+    assert [rows for rows, status in statuses(tuning).items() if status == "ok"] == [128, 256]
+    assert re.search(r"kept although it spills \(16 B.*fewest stack bytes", reason(tuning, 128))
     assert tuning.complete
     again = world.tune(world.kernel([64, 128, 256, 32, 8]))["attend"]
     assert again.from_cache and len(world.timed) == 2 and len(world.compiled) == 5
@@ -301,9 +290,7 @@ def test_an_interrupted_search_resumes_where_it_stopped(world):
     stage = world.kernel(rows)
     with pytest.raises(KeyboardInterrupt) as caught:
         world.tune(stage)
-    assert caught.value.__notes__ == [
-        "tuning results so far are kept and the next run resumes there"
-    ]
+    assert "the next run resumes there" in caught.value.__notes__[0]
     assert stage.tiling.rows == 64, "the tiling is as it was"
     (path,) = _cache_files(world.plan)
     stored = json.loads(path.read_text())
@@ -346,35 +333,19 @@ def test_a_history_made_for_something_else_is_never_used(world, caplog):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("old", "new"),
     [
-        lambda text: text[: len(text) // 2],
-        lambda text: "",
-        lambda text: "[]",
-        lambda text: text.replace('"status": "ok"', '"status": "fine"'),
-        lambda text: text.replace('"median_us": 64.0', '"median_us": -1.0'),
-        lambda text: text.replace('"median_us": 64.0', '"median_us": "fast"'),
-        lambda text: text.replace('"median_us": 64.0', '"median": 64.0'),
-        lambda text: re.sub(r'"timing": \{.*?\}', '"timing": [64.0]', text, flags=re.DOTALL),
-        lambda text: text.replace('"complete": true', '"complete": "yes"'),
-        lambda text: text.replace('"config"', '"konfig"'),
-    ],
-    ids=[
-        "cut",
-        "empty",
-        "list",
-        "status",
-        "negative",
-        "text",
-        "no time",
-        "list of times",
-        "flag",
-        "field",
+        *((r".{200}\Z", ""), (r".*", ""), (r".*", "[]"), ('"complete": true', '"complete": "yes"')),
+        *(('"status": "ok"', '"status": "fine"'), ('"config"', '"konfig"')),
+        (r'"median_us": 64\.0', '"median_us": -1.0'),
+        (r'"median_us": 64\.0', '"median_us": "fast"'),
+        (r'"median_us": 64\.0', '"median": 64.0'),
+        (r'"timing": \{.*?\}', '"timing": [64.0]'),
     ],
 )
-def test_a_damaged_history_is_not_used(damage, world, caplog):
+def test_a_damaged_history_is_not_used(old, new, world, caplog):
     path = world.tune(world.kernel([64, 32]))["attend"].path
-    damaged = damage(path.read_text())
+    damaged = re.sub(old, new, path.read_text(), count=1, flags=re.DOTALL)
     assert damaged != path.read_text()
     path.write_text(damaged)
     tuning = world.tune(world.kernel([64, 32]))["attend"]
@@ -456,12 +427,10 @@ def test_joint_constraints_and_member_rejections(world):
     }
     spills = "spills (4 B of stack, 0 STL, 0 LDL)"
     assert reasons == {
-        (64, 24): "88 rows do not fit together",
+        **{(64, 24): "88 rows do not fit together", (64, 8): spills, (32, 8): spills},
         **{(2000, rows): "rows=2000 is above 1000" for rows in (16, 24, 8)},
-        **{(rows, 8): spills for rows in (64, 32)},
     }
-    assert tuning.complete
-    assert (x.tiling.rows, y.tiling.rows) == (32, 16)
+    assert tuning.complete and (x.tiling.rows, y.tiling.rows) == (32, 16)
 
 
 def test_a_group_resumes(world):
@@ -483,12 +452,8 @@ def test_a_group_resumes(world):
 
 def test_nesting(world):
     """pipeline(first, group(a, pipeline(b, c), group(d, e)), last)."""
-    inner = group(
-        lambda tilings: tilings[0].rows != 3,
-        world.kernel([3, 4], "d"),
-        world.kernel([5], "e"),
-        name="in",
-    )
+    d, last = world.kernel([3, 4], "d"), world.kernel([5], "e")
+    inner = group(lambda tilings: tilings[0].rows != 3, d, last, name="in")
     outer = group(
         lambda tilings: len(tilings) == 5,
         world.kernel([1, 2], "a"),
@@ -512,11 +477,10 @@ def test_nesting(world):
 
 @pytest.fixture
 def refinable(world: World) -> FakePlan:
-    def build(owner: FakePlan) -> Stage:
-        # The time is the tiling's rows: the plan decides the candidates.
-        return world.kernel([owner.b * 100, owner.b * 10], owner=owner)
-
-    return FakePlan(b=5, neighbours=(3, 4), build=build)
+    # The time is the tiling's rows: the plan decides the candidates.
+    plan = FakePlan(b=5, neighbours=(3, 4))
+    plan.build = lambda own: world.kernel([own.b * 100, own.b * 10], owner=own)
+    return plan
 
 
 def test_the_fastest_neighbour_is_returned(world, refinable):
@@ -525,20 +489,15 @@ def test_the_fastest_neighbour_is_returned(world, refinable):
     assert world.refine(refinable, autotune=False).b == 3
     assert len(world.timed) == 3, "the second call used the history"
     (path,) = [path for path in _cache_files(refinable) if ".refine-" in path.name]
-    stored = json.loads(path.read_text())
-    assert [(e["config"]["b"], e["reason"]) for e in stored["results"]] == [
-        (5, "with attend rows=500 shape=(1, 2)"),
-        (3, "with attend rows=300 shape=(1, 2)"),
-        (4, "with attend rows=400 shape=(1, 2)"),
-    ]
+    results = {e["config"]["b"]: e["reason"] for e in json.loads(path.read_text())["results"]}
+    assert results == {b: f"with attend rows={b}00 shape=(1, 2)" for b in (5, 3, 4)}
 
 
 def test_untuned_tilings_are_part_of_what_a_refinement_holds_for(world):
     def refine(rows: int) -> int:
-        def build(owner: FakePlan) -> Stage:
-            return world.kernel([rows + owner.b], owner=owner)
-
-        return world.refine(FakePlan(b=5, neighbours=(3,), build=build), autotune=False).b
+        plan = FakePlan(b=5, neighbours=(3,))
+        plan.build = lambda own: world.kernel([rows + own.b], owner=own)
+        return world.refine(plan, autotune=False).b
 
     assert refine(100) == 3
     world.time_us = lambda rows: 1000.0 - rows

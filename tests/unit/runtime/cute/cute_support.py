@@ -54,10 +54,7 @@ class ScaleAdd:
     def __init__(
         self, threads: int, unknown: bool = False, offset: float = 0.0, shared: int = 0
     ) -> None:
-        self.threads = threads
-        self.unknown = unknown
-        self.offset = offset
-        self.shared = shared
+        self.threads, self.unknown, self.offset, self.shared = threads, unknown, offset, shared
 
     @cute.jit
     def __call__(

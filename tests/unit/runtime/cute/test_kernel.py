@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -69,12 +70,7 @@ def test_shared_memory_that_the_launch_asks_for_is_known():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"dtype": "float16"},
-        {"with_bias": False},
-        {"offset": 1.0},
-        {"tiling": ScaleTiling(threads=256)},
-    ],
+    [{"dtype": "float16"}, {"with_bias": False}, {"offset": 1.0}, {"tiling": ScaleTiling(256)}],
 )
 def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(changes, compilations):
     for kernel in (empty(), empty(**changes)):
@@ -85,11 +81,8 @@ def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(cha
 
 
 def test_a_target_that_the_kernel_is_not_written_for_is_an_error_with_a_reason():
-    kernel = empty(requires_arch="sm_90a")
-    with pytest.raises(KernelCompileError, match=r"scale_add for sm_100: expected sm_90a.*sm_100a"):
-        kernel.compile("sm_100")
-    report = compile_report(kernel, "sm_100")
-    assert report.error is not None and "expected sm_90a" in report.error
+    report = compile_report(empty(requires_arch="sm_90a"), "sm_100")
+    assert re.match(r"scale_add for sm_100: expected sm_90a.*sm_100a", report.error or "")
 
 
 def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(capfd, tmp_path):
@@ -116,18 +109,15 @@ def damaged(path: Path, how: str) -> None:
         path.write_bytes(b"")
     elif how == "flipped":
         with zipfile.ZipFile(path) as archive:
-            offset = archive.getinfo("program.cubin").header_offset
-        middle = offset + 200
+            middle = archive.getinfo("program.cubin").header_offset + 200
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
     else:
-        other = path.with_name("other.zip")
-        with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
-            for name in old.namelist():
-                data = old.read(name)
-                if name == "key.json":
-                    data = data.replace(b"sm_90a", b"sm_100a")
+        with zipfile.ZipFile(path) as old:
+            parts = {name: old.read(name) for name in old.namelist()}
+        parts["key.json"] = parts["key.json"].replace(b"sm_90a", b"sm_100a")
+        with zipfile.ZipFile(path, "w") as new:
+            for name, data in parts.items():
                 new.writestr(name, data)
-        other.replace(path)
 
 
 @pytest.mark.parametrize("how", ["cut short", "empty", "flipped", "of another key"])
@@ -161,10 +151,7 @@ def key_of(host: Any, sources: list[Path] | None = None) -> str:
 
 
 def function_with(value: Any) -> Callable[[], Any]:
-    def host() -> Any:
-        return value
-
-    return host
+    return lambda: value
 
 
 def recursive(value: Any) -> Callable[[], Any]:
@@ -176,8 +163,7 @@ def recursive(value: Any) -> Callable[[], Any]:
 
 def test_what_a_host_function_carries_is_part_of_the_key():
     values = [1, 1.0, "1", (1,), True, torch.float16, torch.bfloat16, int, ScaleTiling()]
-    values += [ScaleTiling(64), {"a": 1}, len, function_with(1), function_with(2)]
-    values.remove(len)
+    values += [ScaleTiling(64), {"a": 1}, function_with(1), function_with(2)]
     keys = [key_of(function_with(value)) for value in values]
     assert len(set(keys)) == len(keys)
     assert keys == [key_of(function_with(value)) for value in values]
@@ -215,7 +201,7 @@ def test_a_value_that_cannot_be_compared_is_refused():
         key_of(function_with(torch.zeros(1)))
 
 
-def test_the_compiler_does_not_see_the_arguments_of_the_program(monkeypatch, tmp_path):
+def test_the_compiler_does_not_see_the_arguments_of_the_program(monkeypatch):
     """On a GPU CuTe DSL parses `sys.argv`, takes `--h=128` for `--help` and ends the process."""
     from cutlass.base_dsl.dsl import _get_diagnostic_arg_parser
 
@@ -225,7 +211,6 @@ def test_the_compiler_does_not_see_the_arguments_of_the_program(monkeypatch, tmp
         _get_diagnostic_arg_parser().parse_known_args()
         return original(*given, **options)
 
-    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cute_kernel.cute, "compile", compile_as_on_a_gpu)
     note_compilations(monkeypatch)
     arguments = ["hyper-mla", "bench", "--h=128"]
@@ -268,18 +253,12 @@ def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path):
 
 
 MODULES = {
-    "__init__.py": "",
+    **dict.fromkeys(("__init__.py", "unused.py", "whole.py"), ""),
     "constants.py": "WIDTH = 4\n",
     "layouts.py": "from .constants import WIDTH\n\nclass Layout: ...\n",
     "plans.py": "from mla_var3.runtime.plan import KernelPlan\n\nclass Base(KernelPlan): ...\n",
-    "unused.py": "",
-    "whole.py": "",
-    "kernel.py": (
-        "from . import whole\n"
-        "from .layouts import Layout\n"
-        "from .plans import Base\n\n"
-        "class Host:\n    layout = Layout\n"
-    ),
+    "kernel.py": "from . import whole\nfrom .layouts import Layout\nfrom .plans import Base\n\n"
+    "class Host:\n    layout = Layout\n",
 }
 
 
@@ -327,8 +306,8 @@ def test_a_source_that_changed_since_it_was_imported_leaves_nothing_in_the_cache
 
 
 def test_a_changed_helper_is_another_program(tmp_path):
-    keys = set()
+    helper, keys = tmp_path / "helper.py", set()
     for text in ("WIDTH = 4\n", "WIDTH = 8\n"):
-        (tmp_path / "helper.py").write_text(text)
-        keys.add(key_of(function_with(1), [tmp_path / "helper.py"]))
+        helper.write_text(text)
+        keys.add(key_of(function_with(1), [helper]))
     assert len(keys) == 2

@@ -9,8 +9,7 @@ import io
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,17 +26,12 @@ _ON_THE_CPU = (
 )
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A documented example: a program and its output."""
 
     id: str
     code: str
     output: str
-
-    @property
-    def expects_error(self) -> bool:
-        return self.output.startswith("Traceback")
 
 
 def directive_blocks(text: str) -> Iterator[tuple[str, dict[str, str], str]]:
@@ -64,12 +58,10 @@ def collect_examples() -> list[Example]:
     for name, documented in public_objects():
         blocks = directive_blocks(inspect.cleandoc(getattr(documented, "__doc__", None) or ""))
         waiting: str | None = None
-        count = 0
         for kind, options, content in blocks:
             if kind == "testoutput" and waiting is not None:
-                examples.append(Example(f"{name}-{count}", waiting, content.strip()))
+                examples.append(Example(f"{name}-{len(examples)}", waiting, content.strip()))
                 waiting = None
-                count += 1
             elif kind == "testcode":
                 if options["template"] == "kernel_wrapper.py":
                     content = "@ct.kernel\ndef kernel():\n" + textwrap.indent(content, "    ")
@@ -99,7 +91,7 @@ def run(example: Example) -> str:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.id)
 def test_documented_example(example):
-    if example.expects_error:
+    if example.output.startswith("Traceback"):
         with pytest.raises(InterpreterError) as caught:
             run(example)
         error_name, _, message = example.output.splitlines()[-1].partition(": ")

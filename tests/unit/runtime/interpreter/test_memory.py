@@ -39,30 +39,22 @@ def test_every_dtype_can_be_moved(dtype):
 
     interpreter.launch((1,), kernel, (x, out))
     padding = torch.zeros(1).to(dtype).float().item()
-    expected = [*x.float().tolist(), *x.float().tolist()[:2]]
-    assert out.float().tolist() == expected
-    assert values(lambda a: ct.load(a, (1,), (4,), padding_mode=ZERO).astype(ct.float32), x) == [
-        x.float().tolist()[4],
-        *[padding] * 3,
-    ]
+    given = x.float().tolist()
+    assert out.float().tolist() == [*given, *given[:2]]
+    tail = values(lambda a: ct.load(a, (1,), (4,), padding_mode=ZERO).astype(ct.float32), x)
+    assert tail == [given[4], *[padding] * 3]
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        (ct.PaddingMode.ZERO, 0.0),
-        (ct.PaddingMode.NAN, math.nan),
-        (ct.PaddingMode.POS_INF, math.inf),
-        (ct.PaddingMode.NEG_INF, -math.inf),
-        (ct.PaddingMode.UNDETERMINED, math.nan),
-    ],
-    ids=lambda mode: getattr(mode, "name", ""),
-)
+PADDING = {"ZERO": 0.0, "NAN": math.nan, "UNDETERMINED": math.nan}
+PADDING |= {"POS_INF": math.inf, "NEG_INF": -math.inf}
+
+
+@pytest.mark.parametrize("name", PADDING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_modes(mode, expected, dtype):
-    x = grid_of(3, 3).to(dtype)
+def test_padding_modes(name, dtype):
+    x, mode = grid_of(3, 3).to(dtype), getattr(ct.PaddingMode, name)
     tile = elements(lambda a: ct.load(a, (1, 0), (2, 4), padding_mode=mode), x).float()
-    wanted = torch.full((2, 4), expected)
+    wanted = torch.full((2, 4), PADDING[name])
     wanted[0, :3] = x[2].float()
     torch.testing.assert_close(tile, wanted, equal_nan=True)
 
@@ -165,10 +157,8 @@ def test_tiled_view():
 
     def body(a):
         view = a.tiled_view((2, 4), padding_mode=ZERO, traversal_steps=(1, 4))
-        assert view.tile_shape == (2, 4)
-        assert view.traversal_steps == (1, 4)
-        assert view.dtype == ct.float32
-        assert view.num_tiles(0) == 5
+        assert (view.tile_shape, view.traversal_steps) == ((2, 4), (1, 4))
+        assert view.dtype == ct.float32 and view.num_tiles(0) == 5
         view.store((0, 0), ct.full((1, 4), -1.0, ct.float32))
         return view.load((4, 0))
 
@@ -212,24 +202,17 @@ def test_atomics_take_no_mask():
     assert x.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("operation", "update", "expected"),
-    [
-        (ct.atomic_xchg, 5, [5, 5, 5]),
-        (ct.atomic_max, 2, [2, 2, 3]),
-        (ct.atomic_min, 2, [1, 2, 2]),
-        (ct.atomic_and, 2, [0, 2, 2]),
-        (ct.atomic_or, 4, [5, 6, 7]),
-        (ct.atomic_xor, 1, [0, 3, 2]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_atomic_operations(operation, update, expected):
-    x = torch.tensor([1, 2, 3], dtype=torch.int32)
+ATOMICS = {"xchg": (5, [5, 5, 5]), "max": (2, [2, 2, 3]), "min": (2, [1, 2, 2])}
+ATOMICS |= {"and": (2, [0, 2, 2]), "or": (4, [5, 6, 7]), "xor": (1, [0, 3, 2])}
+
+
+@pytest.mark.parametrize("name", ATOMICS)
+def test_atomic_operations(name):
+    x, (update, expected) = torch.tensor([1, 2, 3], dtype=torch.int32), ATOMICS[name]
+    operation = getattr(ct, f"atomic_{name}")
 
     def body(a):
-        index = ct.arange(4, dtype=ct.int32)
-        return operation(a, index, ct.full((), update, a.dtype))
+        return operation(a, ct.arange(4, dtype=ct.int32), ct.full((), update, a.dtype))
 
     old = values(body, x)
     assert old[:3] == [1, 2, 3]

@@ -5,20 +5,13 @@ import pytest
 from mla_var3.runtime.profiling.bottleneck import (
     Bound,
     StageMeasurement,
-    classify,
-    find_issues,
     find_opportunities,
     root_cause,
 )
 
 HEALTHY = {
-    "time_us": 100.0,
-    "tensor_pct": 80.0,
-    "dram_pct": 20.0,
-    "occupancy_pct": 50.0,
-    "l2_hit_pct": 90.0,
-    "local_bytes": 0.0,
-    "waves_per_sm": 4.0,
+    **{"time_us": 100.0, "tensor_pct": 80.0, "dram_pct": 20.0, "occupancy_pct": 50.0},
+    **{"l2_hit_pct": 90.0, "local_bytes": 0.0, "waves_per_sm": 4.0},
 }
 
 
@@ -29,32 +22,24 @@ def stage(name: str = "k", **changes: float) -> StageMeasurement:
 @pytest.mark.parametrize(
     ("tensor", "dram", "expected"),
     [
-        (60.1, 70.0, Bound.COMPUTE),
-        (60.0, 70.1, Bound.MEMORY),
-        (60.0, 70.0, Bound.LATENCY),
-        (10.0, 90.0, Bound.MEMORY),
-        (90.0, 10.0, Bound.COMPUTE),
-        (0.0, 0.0, Bound.LATENCY),
-        (90.0, 75.0, Bound.COMPUTE),
-        (65.0, 95.0, Bound.MEMORY),
+        *((60.1, 70.0, Bound.COMPUTE), (60.0, 70.1, Bound.MEMORY), (60.0, 70.0, Bound.LATENCY)),
+        *((90.0, 75.0, Bound.COMPUTE), (65.0, 95.0, Bound.MEMORY)),
     ],
 )
 def test_two_utilisations_decide_the_class(tensor, dram, expected):
-    assert classify({"tensor_pct": tensor, "dram_pct": dram}) is expected
+    assert stage(tensor_pct=tensor, dram_pct=dram).bound is expected
 
 
 @pytest.mark.parametrize(
     ("key", "healthy", "unhealthy"),
     [
-        ("occupancy_pct", 25.1, 25.0),
-        ("l2_hit_pct", 80.0, 79.9),
-        ("local_bytes", 0.0, 32.0),
-        ("waves_per_sm", 1.01, 1.0),
+        *(("occupancy_pct", 25.1, 25.0), ("l2_hit_pct", 80.0, 79.9)),
+        *(("local_bytes", 0.0, 32.0), ("waves_per_sm", 1.01, 1.0)),
     ],
 )
 def test_each_figure_has_its_threshold(key, healthy, unhealthy):
-    assert find_issues({**HEALTHY, key: healthy}) == ()
-    (issue,) = find_issues({**HEALTHY, key: unhealthy})
+    assert stage(**{key: healthy}).issues == ()
+    (issue,) = stage(**{key: unhealthy}).issues
     assert issue.key == key
     assert issue.hint
 
@@ -66,10 +51,9 @@ def test_the_key_issue_names_metric_and_value():
 
 
 def test_opportunities_are_weighted_by_the_share_of_time_and_ranked():
-    long = StageMeasurement("long", {**HEALTHY, "time_us": 90.0}, roofline_us=45.0)
-    short = StageMeasurement(
-        "short", {**HEALTHY, "time_us": 10.0, "tensor_pct": 5.0, "dram_pct": 5.0}, roofline_us=1.0
-    )
+    long, short = stage("long", time_us=90.0), stage("short", time_us=10.0)
+    short.figures |= {"tensor_pct": 5.0, "dram_pct": 5.0}
+    long.roofline_us, short.roofline_us = 45.0, 1.0
     first, second = find_opportunities([long, short])
     # 20 % of the tensor cores' time is left, in nine tenths of the run.
     assert (first.stage, round(first.gain_pct, 6)) == ("long", 18.0)
@@ -99,14 +83,9 @@ def test_at_most_three_opportunities_are_named():
 
 
 def test_the_root_cause_takes_two_sentences_at_most():
-    text = root_cause(
-        StageMeasurement(
-            "k",
-            {**HEALTHY, "tensor_pct": 10.0, "occupancy_pct": 5.0},
-            stalls={"long_scoreboard": 5.0},
-        )
-    )
-    assert "tensor cores busy 10 %" in text
-    assert "long_scoreboard" in text
-    assert "occupancy=5.0%" in text
+    measured = stage(tensor_pct=10.0, occupancy_pct=5.0)
+    measured.stalls = {"long_scoreboard": 5.0}
+    text = root_cause(measured)
+    for words in ("tensor cores busy 10 %", "long_scoreboard", "occupancy=5.0%"):
+        assert words in text
     assert text.count(". ") <= 1

@@ -8,7 +8,7 @@ import pytest
 from mla_var3.conf.devices import load_devices
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.paths import TARGETS, find_kernel, plan_class
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, figures
 from mla_var3.runtime.profiling import static as static_module
 from mla_var3.runtime.profiling.static import static_profile_plan
 from mla_var3.runtime.workflow import RunOptions
@@ -26,16 +26,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ProfileResult:
 
 
 def test_figures(compiled):
-    assert compiled.mode is NsightProfType.STATIC
-    assert compiled.kernel == "flash_attention"
+    assert (compiled.mode, compiled.kernel) == (NsightProfType.STATIC, "flash_attention")
     [stage] = compiled.stages
-    assert stage.name == "flash_attention"
-    assert stage.time_us is None
+    assert (stage.name, stage.time_us) == ("flash_attention", None)
     assert stage.predicted_us == pytest.approx(compiled.total.predicted_us)
     [report] = stage.extra["compile"]
-    assert report.target == "sm_90"
-    assert report.error is None
-    assert report.tensor_core == "HGMMA"
+    assert (report.target, report.error, report.tensor_core) == ("sm_90", None, "HGMMA")
 
 
 def test_predictions_for_every_device_that_the_kernel_serves(compiled):
@@ -50,14 +46,10 @@ def test_artifacts(compiled):
     folder = compiled.out_dir
     assert folder is not None
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    code = "compiled/flash_attention/flash_attention.sm_90."
     assert found == {
-        "report.md",
-        "params.json",
-        "tiling/flash_attention.json",
-        *(
-            f"compiled/flash_attention/flash_attention.sm_90.{end}"
-            for end in ("cubin", "sass", "resources.txt", "tileirbc", "mlir")
-        ),
+        *("report.md", "params.json", "tiling/flash_attention.json"),
+        *(code + end for end in ("cubin", "sass", "resources.txt", "tileirbc", "mlir")),
     }
     text = (folder / "report.md").read_text()
     assert text.startswith("---\n"), "front matter for the agents"
@@ -95,15 +87,12 @@ def test_every_stage_for_every_target(reports):
     kernels = ("attention_block_specialized", "decompress_combine")
     expected = [(k, target) for target in ("sm_90", "sm_100", "sm_120") for k in kernels]
     assert [(report.kernel, report.target) for report in reports] == expected
-    tilings = {
-        report.target: report.tiling for report in reports if report.kernel == expected[0][0]
-    }
+    tilings = {report.target: report.tiling for report in reports[::2]}
     assert tilings["sm_90"] != tilings["sm_120"], "each target has defaults of its own"
     assert [stage.name for stage in result.stages] == list(kernels)
     assert result.record["params"]["n"] > 0, "the model chose the window"
-    assert result.total.predicted_us == pytest.approx(
-        sum(stage.predicted_us or 0.0 for stage in result.stages)
-    )
+    parts = [stage.predicted_us for stage in result.stages]
+    assert result.total.predicted_us == pytest.approx(sum(parts))
 
 
 @pytest.mark.usefixtures("reports")
@@ -121,3 +110,32 @@ def test_a_chosen_tiling_is_compiled_for_every_target(reports):
     plan = cls(b=1, s=1, t=64, h=8, tiling=tiling)
     static_profile_plan(plan, options=RunOptions(device="cpu"))
     assert {(report.tiling["Bm"], report.tiling["Bn"]) for report in reports} == {(32, 32)}
+
+
+GOOD = CompileReport(
+    "first", "sm_90", {"Bm": 64}, registers=168, consumer_registers=232, stack_bytes=0,
+    shared_bytes=2048, threads=384, instructions={"HGMMA": 8, "UTMALDG": 2},
+)  # fmt: skip
+SPILLING = CompileReport("first", "sm_120", {"Bm": 64}, registers=255, stack_bytes=544)
+BROKEN = CompileReport("second", "sm_90", {}, error="does not fit")
+
+
+def test_compile_reports_come_by_stage():
+    first, second = (StageFigures(name, None, None, 1e9, 1e6, 5.0) for name in ("first", "second"))
+    result = ProfileResult("whole", NsightProfType.STATIC, first, [first, second], Path("out"))
+    assert figures.compile_reports(result) == []
+    first.extra["compile"], second.extra["compile"] = [GOOD, SPILLING], [BROKEN]
+    reports = figures.compile_reports(result)
+    assert reports == [GOOD, SPILLING, BROKEN]
+    rows = figures.compile_rows(reports)
+    assert rows[0][2:] == ("168 (232)", "0 B", "2.00 KiB", 384, "HGMMA", "yes", "ok")
+    assert rows[1][3] == "544 B" and "spills" in str(rows[1][-1])
+    assert rows[2][2:4] == (None, None) and "does not fit" in str(rows[2][-1])
+    assert "A stack above zero means spills" in figures.compile_markdown(reports)
+
+
+def test_other_kernels_are_not_sent_to_predict():
+    stage = StageFigures("only", None, None, 1e9, 1e6, 5.0)
+    for kernel, known in (("flash_mla", True), ("mla_var6_plus_v2", True), ("latent_norm", False)):
+        result = ProfileResult(kernel, NsightProfType.STATIC, stage, [stage], Path("out"))
+        assert figures.has_estimate(result) is known

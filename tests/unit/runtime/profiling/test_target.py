@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan, Target
 from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import TargetSpec, launch_ranges
-from mla_var3.runtime.stage import Stage, by_unique_name
+from mla_var3.runtime.stage import Stage
+from tests.unit.runtime.runtime_support import fake_kernel
 
 
 def make_plan(design: str = "mla_var6_plus", **fields: Any) -> KernelPlan:
@@ -50,9 +52,8 @@ def test_a_plan_survives_the_way_through_the_file(design, tmp_path):
 
 def test_the_profiled_plan_is_made_for_the_same_device(tmp_path):
     """Splits and shares of SMs follow the device, not its compile target alone."""
-    device = device_spec("NVIDIA A100-SXM4-80GB")
     made = plan_class(find_kernel("flash_mla_split_kv"))(b=2, s=1, t=4096, h=128)
-    plan = made.resolved(Target.of(device))
+    plan = made.resolved(Target.of(device_spec("NVIDIA A100-SXM4-80GB")))
     TargetSpec.of(plan, meta_stage(plan), runs=1).write(tmp_path / "spec.json")
     spec = TargetSpec.read(tmp_path / "spec.json")
     again = spec.build_plan()
@@ -87,21 +88,8 @@ def test_a_plan_of_a_script_cannot_be_profiled(monkeypatch):
     assert TargetSpec.of(plan, stage, runs=1).module == "mla_var3.kernel.there"
 
 
-def test_range_names_are_unique_and_safe_for_the_filter():
-    first, second = meta_stage(make_plan("flash_mla")), meta_stage(make_plan("flash_mla"))
-    group = ConcurrentKernels(_name="pair", concurrent_kernels=[first, second])
-    pipeline = KernelPipeline(_name="pipe", stages=[group, meta_stage(make_plan())])
-    names = list(by_unique_name(pipeline.kernels()))
-    assert names == [
-        "flash_mla",
-        "flash_mla.2",
-        "attention_block_specialized",
-        "decompress_combine",
-    ]
-    assert not any(set(name) & set("/@[],") for name in names)
-
-
 def test_each_kernel_is_launched_alone_inside_its_range():
+    """Under names that are unique and safe for the filter of ranges."""
     events: list[str] = []
 
     @contextmanager
@@ -110,16 +98,25 @@ def test_each_kernel_is_launched_alone_inside_its_range():
         yield
         events.append("pop")
 
-    kernels = [
-        SimpleNamespace(name=name, launch=lambda name=name: events.append(f"launch {name}"))
-        for name in ("a", "b")
-    ]
-    stage: Any = SimpleNamespace(kernels=lambda: iter(kernels))
-    launch_ranges(stage, mark, lambda kernel: events.append(f"wait {kernel}"))
+    group = ConcurrentKernels("pair", [fake_kernel("a", events), fake_kernel("a", events)])
+    pipeline = KernelPipeline("pipe", [group, fake_kernel("b", events)])
+    launch_ranges(pipeline, mark, lambda kernel: events.append(f"wait {kernel}"))
     assert events == [
-        *("push hyper_mla.a", "launch a", "pop", "wait a"),
-        *("push hyper_mla.b", "launch b", "pop", "wait b"),
+        *("push hyper_mla.a", "a", "pop", "wait a", "push hyper_mla.a.2", "a", "pop", "wait a"),
+        *("push hyper_mla.b", "b", "pop", "wait b"),
     ]
+    assert not set(" ".join(events)) & set("/@[],")
+
+
+def test_a_timeline_is_of_whole_runs(monkeypatch, tmp_path):
+    recorded: list[Any] = []
+    monkeypatch.setattr(target, "_prepared_stage", lambda spec: "stage")
+    monkeypatch.setattr(target, "record_runs", lambda *given: recorded.append(given[::2]))
+    plan = make_plan()
+    spec = replace(TargetSpec.of(plan, meta_stage(plan), runs=4), timeline=True)
+    spec.write(tmp_path / "spec.json")
+    assert target.main([str(tmp_path / "spec.json")]) == 0
+    assert recorded == [("stage", 4)]
 
 
 @pytest.mark.parametrize("under_ncu", [False, True])

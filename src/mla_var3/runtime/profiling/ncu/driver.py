@@ -7,6 +7,7 @@ ncu mode, which nsight-python has no option for, `ncu` runs with an NVTX filter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -16,9 +17,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import SOURCE_LINES, find_tool, run_tool, version_numbers
@@ -38,7 +38,6 @@ RANGE_FILTER = r"regex:hyper_mla\..*/"
 CLOCK_CONTROL = "none"
 """ncu leaves the clocks alone, so that they are those of `scripts/lock-gpu-clock.sh`."""
 
-_NSIGHT_PREFIX = "nsight-"
 _TIMEOUT_S = 3600
 _VERSION = re.compile(r"\bVersion (\d+(?:\.\d+)+)")
 _UNKNOWN_METRIC = re.compile(r"Failed to find metric (?:regex:)?(\S+)")
@@ -51,27 +50,17 @@ _CAUSES = (
 _INSTALL = "install Nsight Compute (part of the CUDA toolkit) and put its folder on PATH"
 
 
-@dataclass(frozen=True)
-class NcuTool:
+class NcuTool(NamedTuple):
     """An Nsight Compute command line program."""
 
     path: Path
     version: str
 
-    @property
-    def release(self) -> tuple[int, ...]:
-        """The version as numbers, for comparisons."""
-        return version_numbers(self.version)
 
+class Collection(NamedTuple):
+    """How the metrics were collected: by "nsight-python", or by "ncu" for the reason in `note`.
 
-@dataclass
-class Collection:
-    """How the metrics were collected.
-
-    Attributes:
-        collector: "nsight-python" or "ncu".
-        note: why it was not nsight-python.
-        dropped: metrics that this profiler or GPU does not have.
+    `dropped` are metrics that this profiler or GPU does not have.
     """
 
     collector: str
@@ -99,7 +88,7 @@ def find_ncu() -> NcuTool:
         )
     match = _VERSION.search(run_tool(path, "--version") or "")
     tool = NcuTool(path, match[1] if match else "a program that does not answer --version")
-    if match is None or tool.release < MINIMUM_VERSION:
+    if match is None or version_numbers(tool.version) < MINIMUM_VERSION:
         raise UnsupportedError(
             f"{path}: expected Nsight Compute {needed} or newer, got {tool.version}; {_INSTALL}"
         )
@@ -148,7 +137,7 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
         return "nsight-python is not installed"
     except ImportError as error:
         return f"nsight-python {version} cannot be imported: {error}"
-    if version_numbers(version) >= (1,) and tool.release < (2026, 2):
+    if version_numbers(version) >= (1,) and version_numbers(tool.version) < (2026, 2):
         return f"nsight-python {version} needs ncu 2026.2, got {tool.version}"
     # It joins its command line with spaces and hands it to a shell.
     for path in (str(folder.resolve()), sys.executable, str(Path(target.__file__).resolve())):
@@ -176,7 +165,7 @@ def collect(
                 raise
             note = f"nsight-python failed: {error}"
         log.warning("%s; running ncu with NVTX ranges instead", note)
-    return dataclasses.replace(_collect(tool, folder, spec, metrics, "ncu"), note=note)
+    return _collect(tool, folder, spec, metrics, "ncu")._replace(note=note)
 
 
 def _collect(
@@ -196,13 +185,13 @@ def _collect(
                 dataclasses.replace(spec, nsight=None).write(path)
                 run_ncu(ncu_command(tool, report.with_suffix(""), path, left), tool, report)
             else:
-                prefix = str(folder / _NSIGHT_PREFIX)
+                prefix = f"{folder}/nsight-"
                 nsight = {"metrics": left, "clock_control": CLOCK_CONTROL, "output_prefix": prefix}
                 dataclasses.replace(spec, nsight=nsight).write(path)
-                made = folder / f"{_NSIGHT_PREFIX}{target.NSIGHT_REPORT}"
+                made = Path(f"{prefix}{target.NSIGHT_REPORT}")
                 run_ncu(target_command(path), tool, made)
                 made.replace(report)
-                if made.with_suffix(".log").is_file():
+                with contextlib.suppress(FileNotFoundError):
                     made.with_suffix(".log").replace(folder / "ncu-messages.log")
         except UnknownMetricsError as error:
             unknown = [name for name in left or () if name in error.names]
@@ -250,12 +239,12 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     environment = {**target.package_environment(), "PATH": path}
     if _WITH_SOURCES in command:
         environment[SOURCE_LINES] = "1"
+    who = f"ncu {tool.version}"
     try:
         done = target.run_profiler(command, environment, _TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise UnsupportedError(
-            f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"
-        ) from error
+        expected = f"expected to finish within {_TIMEOUT_S} s"
+        raise UnsupportedError(f"{who}: {expected}, got no end") from error
     except OSError as error:
         raise MissingToolError(
             f"{command[0]}: expected a program that runs, got {error}"
@@ -270,7 +259,7 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     where = f"{_cause(text)} (full output in {log_file})"
     if "ERR_NVGPUCTRPERM" in text:
         raise UnsupportedError(
-            f"ncu {tool.version}: expected access to the GPU's performance counters, got "
+            f"{who}: expected access to the GPU's performance counters, got "
             "ERR_NVGPUCTRPERM; run as root or in a container with --cap-add=SYS_ADMIN, or let the "
             "administrator load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
             "(https://developer.nvidia.com/ERR_NVGPUCTRPERM); --prof_type=event needs no access"
@@ -278,14 +267,10 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     if unknown:
         raise UnknownMetricsError(sorted({name.rstrip(".,'\"") for name in unknown}))
     if done.returncode != 0:
-        raise UnsupportedError(
-            f"ncu {tool.version}: expected the profiled program to succeed, got exit code "
-            f"{done.returncode}: {where}"
-        )
+        got = f"got exit code {done.returncode}: {where}"
+        raise UnsupportedError(f"{who}: expected the profiled program to succeed, {got}")
     if not report.is_file():
-        raise UnsupportedError(
-            f"ncu {tool.version}: expected the report {report.name}, got none: {where}"
-        )
+        raise UnsupportedError(f"{who}: expected the report {report.name}, got none: {where}")
 
 
 def _cause(text: str) -> str:

@@ -8,7 +8,7 @@ from mla_var3.runtime.markdown import number, table, write_csv
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
-from mla_var3.runtime.profiling.ncu import text
+from mla_var3.runtime.profiling.ncu import session as ncu_session
 from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, MetricValue, Rule, StageProfile, advice
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.profiling.ncu.source import (
@@ -37,7 +37,12 @@ def ncu_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 def write_ncu(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
     result = make_result(session)
-    compact, verbose = [], []
+    compact = []
+    verbose = [
+        common.header(f"{result.kernel}, ncu mode, all sections", result.record),
+        "## How it was measured\n",
+        ncu_session.method_table(session),
+    ]
     for measured in session.profiles:
         source = KernelSource.of(measured.main)
         _write_kernel(session, measured, source)
@@ -45,12 +50,7 @@ def write_ncu(session: Session) -> ProfileResult:
         compact += _compact_kernel(measured, rules, source)
         verbose += _verbose_kernel(measured, rules)
     common.write_artifacts(result, session.prepared, _report(session, result, compact))
-    opening = [
-        common.header(f"{result.kernel}, ncu mode, all sections", result.record),
-        "## How it was measured\n",
-        text.method_table(session),
-    ]
-    write_atomic(session.folder / "report-verbose.md", "\n".join([*opening, *verbose]))
+    write_atomic(session.folder / "report-verbose.md", "\n".join(verbose))
     return result
 
 
@@ -125,16 +125,16 @@ def _compact_kernel(measured: StageProfile, rules: list[Rule], source: KernelSou
 def _report(session: Session, result: ProfileResult, kernels: list[str]) -> list[str]:
     return [
         common.header(f"{result.kernel}, ncu mode", result.record),
-        text.contract(session),
+        ncu_session.contract(session),
         "## Key metrics\n",
-        text.metrics_table(result),
-        text.whole_note(session),
+        ncu_session.metrics_table(result),
+        ncu_session.whole_note(session),
         *kernels,
         "Nsight Compute's advice is written for CUDA C++; not everything can be controlled from a "
         "tile language, and its estimates overlap. Left out: "
         + "; ".join(f"{name} ({why})" for name, why in NOT_OURS.items())
         + ". All of it is in `report-verbose.md`; `report.ncu-rep` opens in Nsight Compute.\n",
-        *text.method_sections(session, result),
+        *ncu_session.method_sections(session, result),
     ]
 
 

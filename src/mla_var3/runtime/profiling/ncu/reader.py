@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.measure import spread
-from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
+from mla_var3.runtime.profiling.bottleneck import STALL_MEANING, StageMeasurement
 from mla_var3.runtime.profiling.ncu.driver import load_ncu_report
 from mla_var3.runtime.profiling.target import RANGE_PREFIX
 
@@ -26,20 +26,15 @@ _GLOBAL_SPEEDUP = 2
 _SECTOR_BYTES = 32
 _LEAST_GAIN_PCT = 5.0
 """Advice with a smaller gain is not worth reading."""
+_TIMES = {"n": 1e-3, "u": 1.0, "m": 1e3, "": 1e6}
 _SCALES = {
-    "us": {
-        **dict.fromkeys(("ns", "nsecond"), 1e-3),
-        **dict.fromkeys(("us", "usecond"), 1.0),
-        **dict.fromkeys(("ms", "msecond"), 1e3),
-        **dict.fromkeys(("s", "second"), 1e6),
-    },
+    "us": {f"{p}{unit}": scale for p, scale in _TIMES.items() for unit in ("s", "second")},
     "MHz": dict.fromkeys(("hz", "Hz", "cycle/second", "cycle/s"), 1e-6),
 }
 """Unit of a figure -> unit in the report -> factor."""
 
 
-@dataclass(frozen=True)
-class MetricValue:
+class MetricValue(NamedTuple):
     """One value as the profiler reports it."""
 
     value: float | int | str | None
@@ -86,6 +81,8 @@ _PEAK = "avg.pct_of_peak_sustained_elapsed"
 _ACTIVE = "avg.pct_of_peak_sustained_active"
 _SHARED = "launch__shared_mem_per_block"
 _LOCAL = "l1tex__t_sectors_pipe_lsu_mem_local_op"
+_OCCUPANCY_LIMIT = "sm__maximum_warps_per_active_cycle_pct"
+_PER_CTA = "shared memory per CTA"
 _SECTORS: dict[str, Any] = {"additive": True, "scale": _SECTOR_BYTES}
 _SUM: dict[str, Any] = {"additive": True}
 _ONE: dict[str, Any] = {"per_kernel": True}
@@ -106,18 +103,10 @@ FIGURES: tuple[Figure, ...] = (
     Figure("memory_pct", f"gpu__compute_memory_throughput.{_PEAK}", "", "%"),
     Figure("issue_pct", f"smsp__issue_active.{_ACTIVE}", "issue slots busy", "%"),
     Figure("occupancy_pct", f"sm__warps_active.{_ACTIVE}", "achieved occupancy", "%"),
-    Figure(
-        "occupancy_limit_pct",
-        "sm__maximum_warps_per_active_cycle_pct",
-        "theoretical occupancy",
-        "%",
-        **_ONE,
-    ),
+    Figure("occupancy_limit_pct", _OCCUPANCY_LIMIT, "theoretical occupancy", "%", **_ONE),
     Figure("registers", "launch__registers_per_thread", "registers per thread", "register", **_ONE),
-    Figure("shared_static_bytes", f"{_SHARED}_static", "static shared memory per CTA", "B", **_ONE),
-    Figure(
-        "shared_dynamic_bytes", f"{_SHARED}_dynamic", "dynamic shared memory per CTA", "B", **_ONE
-    ),
+    Figure("shared_static_bytes", f"{_SHARED}_static", f"static {_PER_CTA}", "B", **_ONE),
+    Figure("shared_dynamic_bytes", f"{_SHARED}_dynamic", f"dynamic {_PER_CTA}", "B", **_ONE),
     Figure("shared_bytes", "", "", "B"),
     Figure("local_load_bytes", f"{_LOCAL}_ld.sum", "", "B", **_SECTORS),
     Figure("local_store_bytes", f"{_LOCAL}_st.sum", "", "B", **_SECTORS),
@@ -174,12 +163,9 @@ def combine_figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for figure in FIGURES:
         if not figure.metric or not all(figure.key in part for part in parts):
             continue
-        if figure.additive:
-            total[figure.key] = sum(part[figure.key] for part in parts)
-        else:
-            weight = sum(part["time_us"] for part in parts)
-            weighted = sum(part[figure.key] * part["time_us"] for part in parts)
-            total[figure.key] = weighted / weight
+        values = [part[figure.key] for part in parts]
+        weights = None if figure.additive else [part["time_us"] for part in parts]
+        total[figure.key] = sum(values) if weights is None else statistics.fmean(values, weights)
     return with_derived(total)
 
 
@@ -197,16 +183,11 @@ def stall_cycles(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One result of Nsight Compute's own rules.
+    """One result of Nsight Compute's own rules, its texts without markup.
 
-    Attributes:
-        section: identifier of its section.
-        title, message: its text, without markup.
-        is_advice: whether it proposes an optimisation.
-        speedup_pct: estimated gain; None without an estimate.
-        is_global: whether the estimate is about the kernel's time, not about one unit.
-        metrics: the metrics that it looked at, with its comments.
-        tables: its tables, as (title, headers, rows).
+    The estimated gain is None without an estimate; `is_global` says that it is about the kernel's
+    time, not about one unit. `metrics` are those that it looked at, with its comments; `tables` are
+    (title, headers, rows).
     """
 
     identifier: str
@@ -221,14 +202,12 @@ class Rule:
 
     @property
     def gain(self) -> str | None:
-        """The estimated gain in words."""
         if self.speedup_pct is None:
             return None
         return f"{self.speedup_pct:.0f}% {'of the kernel' if self.is_global else 'of one unit'}"
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A section of the report with its metrics as (label, name, value)."""
 
     identifier: str
@@ -238,13 +217,10 @@ class Section:
 
 @dataclass
 class Launch:
-    """One profiled kernel launch.
+    """One profiled kernel launch, in an NVTX range whose name comes without the prefix.
 
-    Attributes:
-        range_name: the NVTX range it ran in, without the prefix.
-        metrics: every metric by name.
-        action: the object of `ncu_report`, for source-level metrics.
-        report: the report that the action belongs to; the reference keeps it open.
+    `action` is the object of `ncu_report` for source-level metrics, of a report that the reference
+    keeps open.
     """
 
     range_name: str
@@ -254,7 +230,6 @@ class Launch:
     report: Any = field(repr=False, default=None)
 
     def rules(self) -> list[Rule]:
-        """The results of Nsight Compute's rules, in its order."""
         return [_rule(entry) for entry in self.action.rule_results_as_dicts()]
 
     def sections(self) -> list[Section]:
@@ -272,31 +247,23 @@ class Launch:
 
 
 @dataclass
-class StageProfile:
-    """What was measured of one stage, over all runs.
+class StageProfile(StageMeasurement):
+    """What was measured of one stage: all launches, run by run, and medians over the runs.
 
-    Attributes:
-        launches: the launches, run by run.
-        runs: how often the stage ran.
-        figures: medians over the runs, by key of `FIGURES`.
-        spread_us: half the distance between the 10th and the 90th percentile of the duration.
+    The spread is half the distance between the 10th and the 90th percentile of the duration.
     """
 
-    name: str
-    launches: list[Launch]
-    runs: int
-    figures: dict[str, float]
-    spread_us: float | None
+    launches: list[Launch] = field(kw_only=True)
+    runs: int = field(kw_only=True)
+    spread_us: float | None = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.stalls = stall_cycles(self.main.metrics)
 
     @property
     def main(self) -> Launch:
         """The longest launch of the stage, whose details are worth reading."""
         return max(self.launches, key=lambda launch: figures_of(launch.metrics).get("time_us", 0.0))
-
-    @property
-    def stalls(self) -> dict[str, float]:
-        """Stall cycles per issued instruction of the longest launch."""
-        return stall_cycles(self.main.metrics)
 
 
 def read_launches(path: Path) -> list[Launch]:
@@ -314,8 +281,7 @@ def read_launches(path: Path) -> list[Launch]:
     found = []
     for part in map(report.range_by_idx, range(report.num_ranges())):
         for action in map(part.action_by_idx, range(part.num_actions())):
-            name = _range_name(action)
-            if name is not None:
+            if name := _range_name(action):
                 metrics = {n: _value(action.metric_by_name(n)) for n in action.metric_names()}
                 found.append(Launch(name, action.name(), metrics, action, report))
     return found
@@ -397,5 +363,5 @@ def stage_profiles(
             raise UnsupportedError(f"{name}: expected a duration in the report, got none")
         times = [sample["time_us"] for sample in samples]
         scatter = spread(times) if len(times) > 1 else None
-        found.append(StageProfile(name, own, runs, figures, scatter))
+        found.append(StageProfile(name, figures, launches=own, runs=runs, spread_us=scatter))
     return found

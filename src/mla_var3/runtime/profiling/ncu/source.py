@@ -6,6 +6,8 @@ cubin, so what Nsight Compute samples per instruction can be summed up per line 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +59,6 @@ class Instruction:
 
     @property
     def spills(self) -> bool:
-        """Whether it accesses local memory."""
         return self.opcode in _SPILL_OPCODES
 
 
@@ -83,7 +84,6 @@ class KernelSource:
 
     @classmethod
     def of(cls, launch: Launch) -> Self:
-        """The source-level results of a launch."""
         instructions = instructions_of(launch.action, launch.metrics)
         # Nsight Compute's rules put marks on source lines.
         markers = launch.action.source_markers() or ()
@@ -91,23 +91,21 @@ class KernelSource:
 
     @property
     def samples(self) -> float:
-        """Warp samples of the whole kernel."""
         return sum(item.values.get("samples", 0.0) for item in self.instructions)
 
     def hottest(self, count: int) -> list[tuple[str, int, str]]:
         """The lines with most samples, as (file, line, what was measured there)."""
         total = self.samples
-        found = [
-            (file, at, line)
+        sampled = [
+            (line, file, at)
             for file, lines in self.files.items()
             for at, line in lines.items()
             if file and line.samples
         ]
-        found.sort(key=lambda entry: -entry[2].samples)
-        return [(file, at, describe_line(line, total)) for file, at, line in found[:count]]
+        hottest = heapq.nlargest(count, sampled, key=lambda entry: entry[0].samples)
+        return [(file, at, describe_line(line, total)) for line, file, at in hottest]
 
     def sass_rows(self) -> tuple[list[str], list[list[object]]]:
-        """Header and rows of `sass-metrics.csv`."""
         total = self.samples
         reasons = sorted({reason for item in self.instructions for reason in item.stalls})
         header = ["offset", "sass", "file", "line", "samples_pct", *_COLUMNS]
@@ -115,18 +113,11 @@ class KernelSource:
         start = self.instructions[0].address if self.instructions else 0
         rows: list[list[object]] = []
         for item in self.instructions:
-            share = 100 * item.values.get("samples", 0.0) / total if total else None
-            rows.append(
-                [
-                    f"{item.address - start:#06x}",
-                    item.sass,
-                    shown_path(item.file),
-                    item.line or "",
-                    "" if share is None else f"{share:.3f}",
-                    *(_plain(item.values.get(column)) for column in _COLUMNS),
-                    *(item.stalls.get(reason, 0) for reason in reasons),
-                ]
-            )
+            share = f"{100 * item.values.get('samples', 0.0) / total:.3f}" if total else ""
+            where = (f"{item.address - start:#06x}", item.sass, shown_path(item.file))
+            values = (_plain(item.values.get(column)) for column in _COLUMNS)
+            stalls = (item.stalls.get(reason, 0) for reason in reasons)
+            rows.append([*where, item.line or "", share, *values, *stalls])
         return header, rows
 
 
@@ -245,19 +236,15 @@ def annotate_source(
     """The source with a comment before each line at which something was measured."""
     out = [f"# {line}" for line in title] + ["#"]
     for number, source in enumerate(text.splitlines(), start=1):
-        line = lines.get(number)
-        if line is not None and _is_worth(line, total):
-            hot = total > 0 and line.samples / total >= HOT_SHARE
+        line = lines.get(number, LineProfile())
+        share = line.samples / total if total else 0.0
+        bad = line.spills or line.excess_sectors or line.excess_wavefronts
+        if share >= _NOTED_SHARE or bad:
             indent = source[: len(source) - len(source.lstrip())]
-            mark = "HOT" if hot else "---"
+            mark = "HOT" if share >= HOT_SHARE else "---"
             out.append(f"{indent}# [{mark}] line {number}: {describe_line(line, total)}")
         out.append(source)
     return "\n".join(out) + "\n"
-
-
-def _is_worth(line: LineProfile, total: float) -> bool:
-    sampled = total > 0 and line.samples / total >= _NOTED_SHARE
-    return sampled or bool(line.spills or line.excess_sectors or line.excess_wavefronts)
 
 
 def source_ptx(report: Path, launch: Launch, instructions: Sequence[Instruction]) -> str:
@@ -265,14 +252,9 @@ def source_ptx(report: Path, launch: Launch, instructions: Sequence[Instruction]
     text = _embedded_ptx(report.read_bytes(), launch.function)
     if text is not None:
         return text
-    lines = ["// PTX instructions correlated with the machine code, in its order; not a module."]
-    previous = None
-    for item in instructions:
-        ptx = str(launch.action.ptx_by_pc(item.address) or "").strip()
-        if ptx and ptx != previous:
-            lines.append(ptx)
-        previous = ptx
-    return "\n".join(lines) + "\n"
+    lines = (str(launch.action.ptx_by_pc(i.address) or "").strip() for i in instructions)
+    told = "// PTX instructions correlated with the machine code, in its order; not a module."
+    return "\n".join([told, *(line for line, _ in itertools.groupby(lines) if line)]) + "\n"
 
 
 def _embedded_ptx(data: bytes, function: str) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels
@@ -36,16 +36,14 @@ _LAUNCH_LATENCY_NS = 10_000
 are usual on an H200)."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One member of a concurrent group: its name, and its kernels by position in launch order."""
 
     name: str
     leaves: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A `ConcurrentKernels` object."""
 
     name: str
@@ -56,11 +54,8 @@ class Group:
 class Outline:
     """The kernels that a runtime object launches, and which of them may overlap.
 
-    Attributes:
-        name: of the whole.
-        leaves: label of every kernel in launch order; a second one of a name is `name.2`.
-        names: the kernels' own names, in the same order.
-        groups: concurrent groups, outer ones first.
+    `leaves` are the labels of the kernels in launch order, of which a second one of a name is
+    `name.2`; `names` their own names in the same order; outer groups come first.
     """
 
     name: str
@@ -125,8 +120,7 @@ def _carries(compiled: str, name: str) -> bool:
     return rest.startswith(f"{name}_") if prefix else name in compiled
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One GPU activity of a run, the outline's kernel that it is, and its host call."""
 
     activity: GpuActivity
@@ -136,13 +130,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One run of the runtime object.
-
-    Attributes:
-        host: the range around it on the host.
-        launches: what it did on the GPU, in launch order.
-        api_ns: time spent inside CUDA calls on the host.
-    """
+    """One run of the runtime object: `api_ns` is the time spent inside CUDA calls on the host."""
 
     host: HostRange
     launches: tuple[Launch, ...]
@@ -156,7 +144,6 @@ class Iteration:
 
     @property
     def span_ns(self) -> int:
-        """Length of the span."""
         return self.span[1] - self.span[0]
 
     @property
@@ -166,7 +153,6 @@ class Iteration:
 
     @property
     def idle_ns(self) -> int:
-        """Total length of the gaps."""
         return sum(end - start for start, end in self.gaps)
 
     def busy(self, leaves: Iterable[int] | None = None) -> list[Interval]:
@@ -179,23 +165,18 @@ class Iteration:
         return next((launch for launch in self.launches if launch.leaf == leaf), None)
 
 
-@dataclass(frozen=True)
-class GroupOverlap:
+class GroupOverlap(NamedTuple):
     """How far the members of a concurrent group ran at the same time, in one run.
 
-    Attributes:
-        overlap_ns: time in which at least two members ran.
-        possible_ns: the longest overlap that members of these lengths could have.
-        busy_ns: time in which at least one member ran.
-        member_ns: time of each member.
-        pairs: overlap of each two members, by their positions.
+    That is the time in which at least two members ran, beside the longest that members of these
+    lengths could overlap, the time in which any ran, and the overlap of each two by position.
     """
 
     overlap_ns: int
     possible_ns: int
     busy_ns: int
     member_ns: tuple[int, ...]
-    pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+    pairs: dict[tuple[int, int], int]
 
     @property
     def share(self) -> float | None:
@@ -211,6 +192,15 @@ class Analysis:
     queued: list[Iteration]
     host_paced: list[Iteration]
 
+    def durations(self, leaf: int) -> list[int]:
+        """How long a kernel took in each queued run."""
+        return [launch.activity.duration for launch in launches_of(self.queued, leaf)]
+
+
+def launches_of(runs: list[Iteration], leaf: int) -> list[Launch]:
+    """The launches of a kernel in some runs; a run may have none."""
+    return [launch for run in runs if (launch := run.of_kernel(leaf))]
+
 
 def typical(runs: list[Iteration]) -> Iteration:
     """The run with the median span (the lower of two)."""
@@ -221,11 +211,10 @@ def group_overlap(run: Iteration, group: Group) -> GroupOverlap:
     """The overlap that a concurrent group achieved in one run."""
     busy = [run.busy(member.leaves) for member in group.members]
     lengths = tuple(length(member) for member in busy)
-    pairs = {
-        (i, j): overlap([busy[i], busy[j]]) for i, j in itertools.combinations(range(len(busy)), 2)
-    }
-    everything = [interval for member in busy for interval in member]
-    return GroupOverlap(overlap(busy), most_overlap(lengths), length(everything), lengths, pairs)
+    numbers = itertools.combinations(range(len(busy)), 2)
+    pairs = {(i, j): overlap([busy[i], busy[j]]) for i, j in numbers}
+    together = length(itertools.chain(*busy))
+    return GroupOverlap(overlap(busy), most_overlap(lengths), together, lengths, pairs)
 
 
 def analyse(timeline: Timeline, shape: Outline) -> Analysis:

@@ -23,8 +23,9 @@ from mla_var3.runtime.profiling.ncu.driver import (
     run_ncu,
 )
 from mla_var3.runtime.profiling.target import TargetSpec
-from tests.unit.runtime.profiling.ncu.ncu_support import TOOL, stand_in
+from tests.programs import python_stand_in
 
+TOOL = NcuTool(Path("/opt/ncu"), "2025.3.1")
 VERSION = "print('NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion {}.0 (build 1)')"
 SPEC = TargetSpec("m", "P", {}, {}, "sm_90", [])
 
@@ -37,7 +38,7 @@ SPEC = TargetSpec("m", "P", {}, {}, "sm_90", [])
     ],
 )
 def test_an_old_and_a_broken_ncu_are_told_apart(monkeypatch, tmp_path, body, message):
-    path = stand_in(tmp_path / "ncu", body)
+    path = python_stand_in(tmp_path / "ncu", body)
     monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
     with pytest.raises(UnsupportedError, match=message):
         find_ncu()
@@ -55,7 +56,7 @@ def test_command_of_the_hand_picked_metrics():
 
 
 def run_stand_in(folder: Path, body: str, *options: str) -> Path:
-    path = stand_in(folder / "ncu", body)
+    path = python_stand_in(folder / "ncu", body)
     report = folder / "report.ncu-rep"
     command = [str(path), *options, "-o", str(folder / "report")]
     run_ncu(command, NcuTool(path, "2025.3.1"), report)
@@ -97,17 +98,13 @@ def test_the_full_set_compiles_kernels_with_source_lines(metrics, lines, tmp_pat
         run_stand_in(tmp_path, "import os; print(os.environ.get('CUTE_DSL_LINEINFO'))", *options)
 
 
-def test_the_log_keeps_what_was_tried_before(tmp_path):
-    for word in ("one", "two"):
-        with pytest.raises(UnsupportedError, match=f"got none: {word}"):
-            run_stand_in(tmp_path, f"print('{word}')")
-    assert (tmp_path / "profiler.log").read_text().split() == ["one", "two"]
-
-
-def test_unknown_metrics_are_named(tmp_path):
+def test_unknown_metrics_are_named_and_the_log_keeps_what_was_tried_before(tmp_path):
+    with pytest.raises(UnsupportedError, match="got none: one"):
+        run_stand_in(tmp_path, "print('one')")
     with pytest.raises(UnknownMetricsError) as raised:
         run_stand_in(tmp_path, "print('==ERROR== Failed to find metric a__b.sum'); sys.exit(1)")
     assert raised.value.names == ("a__b.sum",)
+    assert (tmp_path / "profiler.log").read_text().startswith("one\n==ERROR==")
 
 
 def not_installed(name: str) -> str:
@@ -130,24 +127,15 @@ def test_a_reader_that_cannot_be_used_says_what_to_install(version, got, monkeyp
         load_ncu_report()
 
 
-@pytest.mark.parametrize(
-    ("settings", "user", "refused"),
-    [
-        ("RmProfilingAdminOnly: 1\n", 1000, True),
-        ("RmProfilingAdminOnly: 1\n", 0, False),
-        ("RmProfilingAdminOnly: 0\n", 1000, False),
-        (None, 1000, False),
-    ],
-)
-def test_rights_to_the_counters_are_asked_in_advance(
-    monkeypatch, tmp_path, settings, user, refused
-):
+def test_rights_to_the_counters_are_asked_in_advance(monkeypatch, tmp_path):
     file = tmp_path / "params"
-    if settings is not None:
-        file.write_text(f"ResmanDebugLevel: 4\n{settings}")
     monkeypatch.setattr(ncu_driver, "DRIVER_SETTINGS", file)
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    assert (ncu_driver.counters_problem() is not None) == refused
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert ncu_driver.counters_problem() is None  # no driver
+    for user, admin_only, refused in ((1000, 1, True), (0, 1, False), (1000, 0, False)):
+        file.write_text(f"ResmanDebugLevel: 4\nRmProfilingAdminOnly: {admin_only}\n")
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        assert (ncu_driver.counters_problem() is not None) == refused
 
 
 def test_nsight_python_is_usable_when_it_fits(monkeypatch, tmp_path):
@@ -166,33 +154,28 @@ def test_nsight_python_is_usable_when_it_fits(monkeypatch, tmp_path):
     assert nsight_problem(TOOL, plain) == "nsight-python is not installed"
 
 
-class Runs:
-    """Stands for the program runs: records their commands, fails as told."""
-
-    def __init__(self, failures: dict[str, Exception]) -> None:
-        self.failures = failures
-        self.commands: list[list[str]] = []
-
-    def __call__(self, command: Any, tool: NcuTool, report: Path) -> None:
-        self.commands.append(list(command))
-        kind = "ncu" if "--metrics" in command or "--set" in command else "nsight-python"
-        if kind in self.failures:
-            raise self.failures.pop(kind)
-        report.write_text(kind)
-
-
 @pytest.fixture
 def run_collect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Collects where the program runs are only noted, and fail as told."""
+
     def run(
         problem: str | None = None,
         failures: dict[str, Exception] | None = None,
         metrics: list[str] | None = ["a", "b"],  # noqa: B006
-    ) -> tuple[Any, Runs]:
-        runs = Runs(dict(failures or {}))
-        monkeypatch.setattr(ncu_driver, "run_ncu", runs)
+    ) -> tuple[Any, list[list[str]]]:
+        left, commands = dict(failures or {}), []
+
+        def run_ncu(command: list[str], tool: NcuTool, report: Path) -> None:
+            commands.append(command)
+            kind = "ncu" if "--metrics" in command or "--set" in command else "nsight-python"
+            if kind in left:
+                raise left.pop(kind)
+            report.write_text(kind)
+
+        monkeypatch.setattr(ncu_driver, "run_ncu", run_ncu)
         monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: problem)
         (tmp_path / "profiler.log").write_text("of an earlier run in the same folder")
-        return collect(TOOL, tmp_path, SPEC, metrics), runs
+        return collect(TOOL, tmp_path, SPEC, metrics), commands
 
     return run
 
@@ -210,20 +193,17 @@ BOOM: dict[str, Exception] = {"nsight-python": UnsupportedError("exit code 1: Ru
     ],
 )
 def test_which_collector_is_used_and_why(run_collect, tmp_path, caplog, arguments, used, note):
-    done, runs = run_collect(**arguments)
+    done, commands = run_collect(**arguments)
     assert (done.collector, done.note) == (used, note)
     assert not (tmp_path / "profiler.log").exists()
     assert (tmp_path / "report.ncu-rep").read_text() == used
     assert (f"{note}; running ncu with NVTX ranges instead" in caplog.text) is bool(note)
-    command, nsight = runs.commands[-1], TargetSpec.read(tmp_path / "target.json").nsight
-    assert command[-3:] == [
-        *("-m", "mla_var3.runtime.profiling.target"),
-        str(tmp_path / "target.json"),
-    ]
+    nsight = TargetSpec.read(tmp_path / "target.json").nsight
+    program = ["-m", "mla_var3.runtime.profiling.target", f"{tmp_path}/target.json"]
+    assert commands[-1][-3:] == program
     assert (nsight is None) is (used == "ncu")
     if nsight is not None:
-        assert nsight["metrics"] == ["a", "b"]
-        assert nsight["output_prefix"] == f"{tmp_path}/nsight-"
+        assert (nsight["metrics"], nsight["output_prefix"]) == (["a", "b"], f"{tmp_path}/nsight-")
 
 
 def test_missing_access_is_not_tried_twice(run_collect):
@@ -232,8 +212,8 @@ def test_missing_access_is_not_tried_twice(run_collect):
 
 
 def test_metrics_that_do_not_exist_are_left_out_and_listed(run_collect):
-    done, runs = run_collect("gone", {"ncu": UnknownMetricsError(["b"])})
+    done, commands = run_collect("gone", {"ncu": UnknownMetricsError(["b"])})
     assert done.dropped == ("b",)
-    assert [c[c.index("--metrics") + 1] for c in runs.commands] == ["a,b", "a"]
+    assert [c[c.index("--metrics") + 1] for c in commands] == ["a,b", "a"]
     with pytest.raises(UnknownMetricsError):
         run_collect("gone", {"ncu": UnknownMetricsError(["a"])}, ["a"])
