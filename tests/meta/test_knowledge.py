@@ -1,14 +1,15 @@
 """The knowledge base, the device pages and the cuTile reference follow their templates."""
 
 import ast
-import json
 import re
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mla_var3.conf.devices import devices_path, load_devices
 from tests.programs import run_snippet
 
 SECTIONS = [
@@ -129,12 +130,11 @@ def device_problems(text: str, entry: dict[str, Any]) -> list[str]:
     if len(tables) != 1:
         return [f"expected one table with the columns {DEVICE_COLUMNS}"]
     rows = {row[0]: row[1:] for row in tables[0][1:]}
-    figures = {key: value for key, value in entry.items() if key != "aliases"}
-    problems = [f"{key}: not on both sides" for key in rows.keys() ^ figures.keys()]
-    for key in rows.keys() & figures.keys():
-        figure = figures[key]
+    problems = [f"{key}: not on both sides" for key in rows.keys() ^ entry.keys()]
+    for key in rows.keys() & entry.keys():
+        figure = entry[key]
         value = figure["value"]
-        printed = ", ".join(value) if isinstance(value, list) else str(value)
+        printed = ", ".join(value) if isinstance(value, tuple) else str(value)
         wanted = [printed, figure["unit"] or "-", figure["kind"], figure["date"], figure["source"]]
         problems += [
             f"{key}: expected {want!r}, got {got!r}"
@@ -178,9 +178,12 @@ def findings(knowledge: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def device_table(source_root: Path) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads((source_root / "conf" / "devices.json").read_text())
-    return table
+def device_table() -> dict[str, Any]:
+    """The values of every device, as dicts."""
+    return {
+        spec.name: {key: asdict(value) for key, value in spec.values.items()}
+        for spec in load_devices(devices_path()).values()
+    }
 
 
 @pytest.fixture(scope="module")

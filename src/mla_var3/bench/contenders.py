@@ -13,27 +13,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.bench.record import (
-    CALL,
-    DECOMPRESSED,
-    LATENT,
-    MIX,
-    OURS,
-    OUTPUT_PROJECTION,
-    PEER,
-    PROJECTION,
-    QUERY_PROJECTION,
-)
+from mla_var3.bench import record
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.errors import CheckFailedError, InvalidArgumentError, UnsupportedError
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.cost import (
-    attention_block_specialized_cost,
-    flash_attention_cost,
-    flash_mla_cost,
-    output_up_projection_cost,
-    query_projection_cost,
-)
+from mla_var3.op.mla import cost as costs
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, latent_shared_cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.markdown import byte_count
@@ -64,10 +48,10 @@ PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
 """Inputs, outputs and the float32 reference of the check, relative to the bytes a kernel moves."""
 MISSING_PROJECTIONS: dict[str, tuple[str, ...]] = {
-    LATENT: (QUERY_PROJECTION, OUTPUT_PROJECTION),
-    MIX: (QUERY_PROJECTION,),
-    DECOMPRESSED: (),
-    CALL: (),
+    record.LATENT: (record.QUERY_PROJECTION, record.OUTPUT_PROJECTION),
+    record.MIX: (record.QUERY_PROJECTION,),
+    record.DECOMPRESSED: (),
+    record.CALL: (),
 }
 """Path -> the projections that its kernels do not do."""
 
@@ -76,12 +60,8 @@ MISSING_PROJECTIONS: dict[str, tuple[str, ...]] = {
 class Ready:
     """A contender that can be timed.
 
-    Attributes:
-        run: enqueues the work once.
-        check: compares with the float32 reference; returns the relative error, or raises.
-        path: "latent", "decompressed", "mix" or "call".
-        choices: what it chose, such as n.
-        note: what to know about it.
+    `run` enqueues the work once; `check` compares with the reference and returns the relative
+    error, or raises.
     """
 
     run: Callable[[], Any]
@@ -94,15 +74,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the comparison before it is measured.
+    """One row of the comparison before it is measured; fields as in `BenchRow`.
 
     Attributes:
-        source: "ours", "peer" or "projection".
         build: allocates and lays out; raises UnsupportedError where it cannot take part.
-        language: language key of our kernels.
-        asked: choices that the suite pinned.
         versions: versions of its own, beside those of the environment.
-        cache_dtype: format of the 8-bit cache that it reads; empty for 16 bits.
     """
 
     kernel: str
@@ -116,19 +92,14 @@ class Contender:
 
 @dataclass
 class TuneBudget:
-    """Seconds that several kernels share to search their tilings.
-
-    Attributes:
-        kernels: kernels that have not searched yet; each takes an equal part of what is left.
-        seconds: what is left; None for no limit.
-    """
+    """Seconds, or None for no limit, that kernels share which have not searched their tilings."""
 
     kernels: int
     seconds: float | None = None
 
     @contextmanager
     def spend(self, options: RunOptions) -> Iterator[None]:
-        """Give a kernel its part, and take what the body spent."""
+        """Give a kernel an equal part, and take what the body spent."""
         if self.seconds is None:
             yield
             return
@@ -159,6 +130,7 @@ def kernel_contender(
     progress: Progress = no_progress,
 ) -> Contender:
     """One of our kernels; with a budget its tilings are searched."""
+    kernel = choice.kernel
 
     def build() -> Ready:
         from mla_var3.runtime.check import check_stage
@@ -180,8 +152,7 @@ def kernel_contender(
         note = tuning_note(prepared.tuning.values())
         return Ready(stage.launch, check, stage.cost(), path, choices, note)
 
-    kernel = choice.kernel
-    return Contender(kernel.full_name, OURS, build, kernel.language, dict(choice.fields))
+    return Contender(kernel.full_name, record.OURS, build, kernel.language, dict(choice.fields))
 
 
 def peer_contender(
@@ -199,11 +170,11 @@ def peer_contender(
 
     kernel = peer_kernel(name)
     known = {} if references is None else references
-    limit = FP8_ERROR_LIMIT if kernel.cache_dtype else PEER_ERROR_LIMIT
+    fmt, limit = kernel.cache_dtype, FP8_ERROR_LIMIT if kernel.cache_dtype else PEER_ERROR_LIMIT
 
     def build() -> Ready:
         libraries.require(kernel.library)
-        if kernel.path == DECOMPRESSED and problem.lengths is not None:
+        if kernel.path == record.DECOMPRESSED and problem.lengths is not None:
             raise UnsupportedError(
                 f"{kernel.title}: expected t={problem.t} tokens in every request, got lengths"
             )
@@ -211,20 +182,21 @@ def peer_contender(
         run = kernel.build(libraries, inputs)
 
         def check() -> float:
-            key = f"{kernel.path} {kernel.cache_dtype}"
+            key = f"{kernel.path} {fmt}"
             if key not in known:
-                known[key] = reference(kernel.path, inputs, kernel.cache_dtype)
+                known[key] = reference(kernel.path, inputs, fmt)
             return checked_error(kernel.title, run(), known[key], limit)
 
         return Ready(run, check, kernel.cost(problem), kernel.path)
 
     versions = {k: v for k, v in libraries.versions.items() if k == kernel.library}
-    return Contender(kernel.title, PEER, build, versions=versions, cache_dtype=kernel.cache_dtype)
+    return Contender(kernel.title, record.PEER, build, versions=versions, cache_dtype=fmt)
 
 
 def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "cuda") -> Contender:
     """Our latent kernel on an 8-bit cache in pages, as the call of an engine runs it."""
     kernel = f"{LATENT_KERNEL}:{language}"
+    limit = FP8_ERROR_LIMIT if language == "cute-dsl" else PEER_ERROR_LIMIT
 
     def build() -> Ready:
         from mla_var3.attention.cache.view import paged_view
@@ -239,29 +211,25 @@ def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "c
         )
         q, q_rope = inputs.separate_queries()
 
+        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d, "kernel": kernel}
+
         def run() -> Tensor:
-            return mla_latent_attention(
-                q, q_rope, view, causal=problem.causal, d=problem.d, kernel=kernel
-            )[0]
+            return mla_latent_attention(q, q_rope, view, **options)[0]
 
         def check() -> float:
-            limit = FP8_ERROR_LIMIT if language == "cute-dsl" else PEER_ERROR_LIMIT
-            return checked_error(f"{kernel}, {fmt}", run(), reference(LATENT, inputs, fmt), limit)
+            exact = reference(record.LATENT, inputs, fmt)
+            return checked_error(f"{kernel}, {fmt}", run(), exact, limit)
 
         token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
-        return Ready(run, check, flash_mla_cost(problem, token_bytes), LATENT)
+        return Ready(run, check, costs.flash_mla_cost(problem, token_bytes), record.LATENT)
 
-    return Contender(LATENT_KERNEL, OURS, build, language, cache_dtype=fmt)
+    return Contender(LATENT_KERNEL, record.OURS, build, language, cache_dtype=fmt)
 
 
 def checked_error(
     name: str, found: Tensor, exact: Tensor, limit: float = PEER_ERROR_LIMIT
 ) -> float:
-    """The relative error of a result.
-
-    Raises:
-        CheckFailedError: it is above the limit, or not a number.
-    """
+    """The relative error of a result; CheckFailedError where it is above the limit, or NaN."""
     from mla_var3.op.compare import compare
 
     error = compare(found, exact).relative_frobenius
@@ -293,9 +261,9 @@ def call_contender(problem: MlaProblem, device: str = "cuda") -> Contender:
 
         choices = chosen.candidates[0].choice
         cost = call_cost(chosen.kernel, problem, choices.get("n", 0))
-        return Ready(run, check, cost, CALL, dict(choices), str(chosen))
+        return Ready(run, check, cost, record.CALL, dict(choices), str(chosen))
 
-    return Contender("mla_attention", OURS, build)
+    return Contender("mla_attention", record.OURS, build)
 
 
 def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "cuda") -> Contender:
@@ -327,8 +295,8 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
             table.cpu(), raw.lengths.cpu(), page_size=PAGE, queries=problem.s, device=device
         )
         q, q_rope = inputs.separate_queries()
-        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d}
-        options["kernel"] = f"{kernel}:cute-dsl"
+        name = f"{kernel}:cute-dsl"
+        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d, "kernel": name}
         if kernel == PREFIX_KERNEL:
             if not groups.levels:
                 raise UnsupportedError(f"{kernel}: expected whole pages that are shared, got none")
@@ -338,12 +306,12 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
             return mla_latent_attention(q, q_rope, view, **options)[0]
 
         def check() -> float:
-            return checked_error(kernel, run(), reference(LATENT, inputs))
+            return checked_error(kernel, run(), reference(record.LATENT, inputs))
 
         cost = latent_shared_cost(shared_problem(problem, shared))
-        return Ready(run, check, cost, LATENT, asked)
+        return Ready(run, check, cost, record.LATENT, asked)
 
-    return Contender(kernel, OURS, build, language="cute-dsl", asked=asked)
+    return Contender(kernel, record.OURS, build, language="cute-dsl", asked=asked)
 
 
 def prefix_kernel(shared: SharedTokens) -> str:
@@ -360,11 +328,11 @@ def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
     """FLOPs and bytes of a whole call: the kernel's path and its projections."""
     design, _ = split_full_name(kernel)
     if design == "flash_attention":
-        return flash_attention_cost(problem)
-    queries = query_projection_cost(problem)
+        return costs.flash_attention_cost(problem)
+    queries = costs.query_projection_cost(problem)
     if design == "mla_var6_plus":
-        return attention_block_specialized_cost(problem, n) + queries
-    return flash_mla_cost(problem) + queries + output_up_projection_cost(problem)
+        return costs.attention_block_specialized_cost(problem, n) + queries
+    return costs.flash_mla_cost(problem) + queries + costs.output_up_projection_cost(problem)
 
 
 def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -> Contender:
@@ -375,8 +343,9 @@ def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -
 
         from mla_var3.op.mla.inputs import torch_dtype
 
-        of_queries = name == QUERY_PROJECTION
-        width, to = (problem.d, problem.k) if of_queries else (problem.k, problem.v)
+        width, to, cost = problem.d, problem.k, costs.query_projection_cost(problem)
+        if name == record.OUTPUT_PROJECTION:
+            width, to, cost = problem.k, problem.v, costs.output_up_projection_cost(problem)
         rows, h, dtype = problem.b * problem.s, problem.h, torch_dtype(problem)
         generator = torch.Generator(device=device).manual_seed(SEED)
 
@@ -396,10 +365,9 @@ def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -
             run()
             return checked_error(name, result, torch.bmm(*(each.float() for each in operands)))
 
-        cost = query_projection_cost(problem) if of_queries else output_up_projection_cost(problem)
         return Ready(run, check, cost, "")
 
-    return Contender(name, PROJECTION, build)
+    return Contender(name, record.PROJECTION, build)
 
 
 def contenders(
@@ -421,16 +389,12 @@ def contenders(
         found.append(prefix_contender(problem, case.shared))
     if libraries is not None:
         found += [peer_contender(name, problem, libraries, references) for name in case.peers]
-    projections = (QUERY_PROJECTION, OUTPUT_PROJECTION)
+    projections = (record.QUERY_PROJECTION, record.OUTPUT_PROJECTION)
     return found + [projection_contender(name, problem) for name in projections]
 
 
 def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:
-    """The plan of one of our kernels for a problem.
-
-    Raises:
-        UnsupportedError: the kernel cannot compute it, or not on this target.
-    """
+    """The plan of one of our kernels; UnsupportedError where it cannot compute the problem."""
     cls = plan_class(choice.kernel)
     name = f"{choice.kernel.full_name} ({choice.kernel.language})"
     fields = {f.name for f in dataclasses.fields(cls)}
@@ -486,9 +450,10 @@ def path_of(plan: KernelPlan, stage: Stage) -> str:
     """
     for name in ("n", "prefix"):
         if hasattr(plan, name):
-            return DECOMPRESSED if getattr(plan, name) == getattr(plan, "t", None) else MIX
+            everything = getattr(plan, name) == getattr(plan, "t", None)
+            return record.DECOMPRESSED if everything else record.MIX
     is_latent = stage.output_tensors[0].shape[-1] == getattr(plan, "k", None)
-    return LATENT if is_latent else DECOMPRESSED
+    return record.LATENT if is_latent else record.DECOMPRESSED
 
 
 def choices_of(plan: KernelPlan) -> dict[str, int]:

@@ -29,11 +29,7 @@ _OPTIONS = (
 
 
 def contribution(record: BenchRecord) -> BenchRecord:
-    """The measured rows of a record, without anything private.
-
-    Raises:
-        InvalidArgumentError: Nothing was measured.
-    """
+    """The measured rows of a record, without anything private."""
     rows = [row for row in record.rows if row.kind == MEASURED and row.status == OK]
     if not rows:
         raise InvalidArgumentError("contribute", "measured rows", "none; it needs a GPU")

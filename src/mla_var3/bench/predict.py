@@ -11,19 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench import contenders
-from mla_var3.bench.record import (
-    ABSENT,
-    FAILED,
-    LATENT,
-    OURS,
-    OUTPUT_PROJECTION,
-    PREDICTED,
-    PROJECTION,
-    QUERY_PROJECTION,
-    BenchRow,
-    first_line,
-)
+from mla_var3.bench import contenders, record
+from mla_var3.bench.record import BenchRow, first_line
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
@@ -52,18 +41,14 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
     """The estimate of a plan with every choice made; None for a kernel that the model lacks."""
     if not hasattr(plan, "problem"):
         return None
-    prefix = getattr(plan, "prefix", None) or 0
-    work = Workload(
-        plan.problem(), prefix=prefix, n=getattr(plan, "n", None),
-        cache_dtype=getattr(plan, "cache_dtype", None),
-        token_bytes=getattr(plan, "token_bytes", None),
-    )  # fmt: skip
+    own = {name: getattr(plan, name, None) for name in ("n", "cache_dtype", "token_bytes")}
+    work = Workload(plan.problem(), prefix=getattr(plan, "prefix", None) or 0, **own)
     return estimate(plan.name, work, spec, plan.kernel_id.language)
 
 
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
-    blank = BenchRow(case.problem, "", OURS, PREDICTED, timer=IDEAL, **around)
+    blank = BenchRow(case.problem, "", record.OURS, record.PREDICTED, timer=IDEAL, **around)
     rows = [_kernel_row(blank, choice, spec) for choice in case.kernels]
     rows += [_fp8_row(blank, *choice, spec) for choice in case.cache_dtypes]
     if case.shared is not None:
@@ -98,7 +83,7 @@ def _kernel_row(blank: BenchRow, choice: KernelChoice, spec: DeviceSpec) -> Benc
     except Exception as error:
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
         log.debug("%s cannot be planned", kernel.full_name, exc_info=True)
-        status = ABSENT if isinstance(error, UnsupportedError) else FAILED
+        status = record.ABSENT if isinstance(error, UnsupportedError) else record.FAILED
         return replace(row, choices=choice.fields, status=status, reason=first_line(error))
 
 
@@ -125,20 +110,20 @@ def _latent_row(
     targets = declared_targets(find_kernel(contenders.LATENT_KERNEL, language=row.language))
     if not set(targets) & set(spec.targets):
         reason = f"{row.kernel} ({row.language}) is written for {', '.join(targets)}"
-        return replace(row, path=LATENT, status=ABSENT, reason=reason)
+        return replace(row, path=record.LATENT, status=record.ABSENT, reason=reason)
     expected = estimate(row.kernel, work, spec, row.language)
     assert expected is not None
-    return _estimated(row, expected, cost or expected.cost, path=LATENT)
+    return _estimated(row, expected, cost or expected.cost, path=record.LATENT)
 
 
 _PROJECTIONS = {
-    QUERY_PROJECTION: (query_projection_cost, designs.QUERY_PROJECTION),
-    OUTPUT_PROJECTION: (output_up_projection_cost, designs.OUTPUT_PROJECTION),
+    record.QUERY_PROJECTION: (query_projection_cost, designs.QUERY_PROJECTION),
+    record.OUTPUT_PROJECTION: (output_up_projection_cost, designs.OUTPUT_PROJECTION),
 }
 
 
 def _projection_row(blank: BenchRow, name: str, spec: DeviceSpec) -> BenchRow:
-    row = replace(blank, kernel=name, source=PROJECTION)
+    row = replace(blank, kernel=name, source=record.PROJECTION)
     cost_of, effort = _PROJECTIONS[name]
     cost, work = cost_of(row.problem), Workload(row.problem)
     # Where kernels were timed on the device, so were the projections around them.

@@ -44,12 +44,9 @@ class SessionOptions:
     """How to measure.
 
     Attributes:
-        rounds: how often each contender is timed.
         max_seconds: time for one timing.
         patience: seconds that one contender may take in one round.
-        tune_seconds: time for all these searches together; None for no limit.
-        peer_libs: folder with the peers' operator libraries.
-        resume: record of an interrupted run to continue.
+        tune_seconds: time for the searches of all kernels together; None for no limit.
         on_rows: called with the rows of each finished shape.
         on_lost: called with the record when a contender destroyed the CUDA context or does not
             return; it should continue in a new process. Without it the run ends there, and no
@@ -82,12 +79,7 @@ class SessionOptions:
 def measure(
     record: BenchRecord, cases: Sequence[Case], options: SessionOptions, save: Path
 ) -> None:
-    """Measure all cases into a record, which is written to `save` as it grows.
-
-    Raises:
-        InvalidArgumentError: `options.resume` is not a record of this suite, device and settings.
-        UnknownNameError: the GPU is not in the device table.
-    """
+    """Measure all cases into a record, which is written to `save` as it grows."""
     from mla_var3.bench.peers import PeerLibraries, peer_kernel
 
     spec = current_device_spec()
@@ -137,16 +129,12 @@ def measure(
         if not waiting:
             continue
         own = results[place]
+        hooks: dict[str, Any] = {"progress": progress, "checkpoint": partial(keep, place)}
+        if options.on_lost is not None:
+            hooks["watchdog"] = _watchdog(options, hooks["checkpoint"], save)
         try:
             rows = bench_measure.measure_case(
-                problem,
-                waiting,
-                timer,
-                around,
-                rounds=options.rounds,
-                progress=progress,
-                watchdog=_watchdog(options, partial(keep, place), save),
-                checkpoint=partial(keep, place),
+                problem, waiting, timer, around, rounds=options.rounds, **hooks
             )
         except BaseException:  # interrupted: the contender that was running is not to blame
             store(place, own)
@@ -167,18 +155,14 @@ def measure(
 
 def _watchdog(
     options: SessionOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
-) -> bench_measure.Watchdog | None:
-    on_lost = options.on_lost
-    if on_lost is None:
-        return None
-
+) -> bench_measure.Watchdog:
     def give_up(rows: Sequence[BenchRow]) -> None:
         keep(rows)
-        on_lost(save)
+        if options.on_lost is not None:
+            options.on_lost(save)
 
-    return bench_measure.Watchdog(
-        options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1), give_up
-    )
+    seconds = options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1)
+    return bench_measure.Watchdog(seconds, give_up)
 
 
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
@@ -189,33 +173,23 @@ def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
 def resumable_rows(
     path: Path, suite: str, device: str, settings: Mapping[str, Any]
 ) -> list[BenchRow]:
-    """The rows of an interrupted run.
-
-    A record has its settings once for all rows, so they have to be the same when it goes on.
-
-    Raises:
-        InvalidArgumentError: the file is no record, or one of predictions, another suite, device or
-            settings.
-    """
+    """The rows of an interrupted run, which has to go on with the same settings for all rows."""
     record = load_record(path)
-    if record.predicted:
-        raise InvalidArgumentError("resume", "a record of measurements", "predictions")
-    if record.suite != suite:
-        raise InvalidArgumentError("resume", f"a record of the suite {suite}", record.suite)
-    others = [name for name in record.devices if name != device]
-    if others:
-        raise InvalidArgumentError("resume", f"a record of {device}", ", ".join(others))
-    differ = [
-        name
-        for name in {**record.settings, **settings}
-        if record.settings.get(name) != settings.get(name)
-    ]
-    if differ:
-        now, before = (
-            ", ".join(f"{name} {each.get(name, 'not given')}" for name in differ)
-            for each in (settings, record.settings)
-        )
-        raise InvalidArgumentError("resume", f"a record with {now}", before)
+    old = record.settings
+    others = ", ".join(name for name in record.devices if name != device)
+    differ = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
+    now, before = (
+        ", ".join(f"{name} {each.get(name, 'not given')}" for name in differ)
+        for each in (settings, old)
+    )
+    for wrong, expected, got in (
+        (record.predicted, "a record of measurements", "predictions"),
+        (record.suite != suite, f"a record of the suite {suite}", record.suite),
+        (others, f"a record of {device}", others),
+        (differ, f"a record with {now}", before),
+    ):
+        if wrong:
+            raise InvalidArgumentError("resume", expected, got)
     return record.rows
 
 

@@ -262,11 +262,7 @@ def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
 
 
 def read_model(values: dict[str, Any]) -> dict[str, int]:
-    """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give.
-
-    Raises:
-        UsageError: The options contradict each other.
-    """
+    """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give."""
     given = {name: values.pop(name) for name in ("model", "config", "tp") if name in values}
     if not given:
         return {}

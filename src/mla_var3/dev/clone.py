@@ -90,11 +90,7 @@ def plan_clone(source: str, version: str, language: str = DEFAULT_LANGUAGE) -> C
 
 
 def write_clone(plan: ClonePlan) -> list[Path]:
-    """Write a clone, all of it or nothing; returns its files.
-
-    Raises:
-        InvalidArgumentError: the target appeared in the meantime.
-    """
+    """Write a clone, all of it or nothing; returns its files."""
     origin = version_folder(plan.source)
     # The dot keeps kernel discovery from seeing an unfinished clone.
     temporary = Path(tempfile.mkdtemp(dir=plan.folder.parent, prefix=f".{plan.folder.name}."))

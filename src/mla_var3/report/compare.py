@@ -5,12 +5,12 @@ A run is read from the record of a profile, or made from a profile's result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.conf import read_json
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import bar_plot
@@ -73,13 +73,12 @@ def load_run(path: Path) -> Run:
     if not file.is_file():
         below = sorted(path.rglob(RECORD)) if path.is_dir() else []
         hint = f"; there are {len(below)} below it, the last is {below[-1].parent}" if below else ""
-        raise InvalidArgumentError(
-            str(path), f"a profile output folder with {RECORD}", f"none{hint}"
-        )
+        expected = f"a profile output folder with {RECORD}"
+        raise InvalidArgumentError(str(path), expected, f"none{hint}")
+    record = read_json(file, "the record of a profile")
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
         return run_of_record(record, file.parent)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgumentError(str(file), "the record of a profile", repr(error)) from error
 
 

@@ -101,7 +101,7 @@ def test_shapes_show_what_is_unusual():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a benchmark record"),
+        ("", "a readable record"),
         ("[]", "a benchmark record"),
         ("{}", "without rows"),
         ('{"rows": [], "environment": {}, "schema": "x/9"}', "this version reads"),

@@ -169,8 +169,8 @@ def test_bad_options_name_themselves(machine, capsys, tmp_path):
     (tmp_path / "list.json").write_text("[]")
     headless = write_model(tmp_path / "headless", num_attention_heads=None)
     for arguments, name in (
-        (["--model", "nowhere"], "--model"),
-        (["--model", f"{tmp_path}/list.json"], "--model"),
+        (["--model", "nowhere"], "--model: nowhere"),
+        (["--model", f"{tmp_path}/list.json"], f"--model: {tmp_path}/list.json"),
         (["--model", str(headless)], f"--model: {headless}/config.json: num_attention_heads"),
         (["--model", model, "--tp=3"], "--tp"),
         (["--tp=0"], "--tp"),

@@ -76,7 +76,7 @@ def test_a_config(tmp_path, config, widths, heads):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "expected a config in JSON"),
+        ("{", "expected a readable config.json, got Expecting"),
         ("[]", "expected a JSON object, got list"),
         ('{"num_attention_heads": 32}', "kv_lora_rank: expected an integer, .* got nothing"),
         (json.dumps({**DEEPSEEK, "v_head_dim": "x"}), "v_head_dim: expected an integer >= 1"),

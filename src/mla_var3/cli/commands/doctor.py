@@ -7,7 +7,6 @@ model's `config.json`.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -107,7 +106,8 @@ def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     findings = [*_hardware(), _compiler()]
     commands = []
     name = "MODEL" if model is None else str(model)
-    path, config = (None, {}) if model is None else _config(model)
+    path = model / "config.json" if model is not None and model.is_dir() else model
+    config = {} if path is None else text_config(path, f"--model: {path}")
     kind = str(config.get("model_type", "unknown"))
     serving = [engine for engine, known in ENGINES.items() if kind not in known.without_mla]
     without = []
@@ -193,20 +193,6 @@ def _command(engine: str, version: str, model: str, tp: int) -> str:
     parallel = f" --tp {tp}" if tp > 1 else ""
     launch = f"python -m sglang.launch_server --model-path {model}"
     return f"{launch} --attention-backend {PLUGIN}{parallel}"
-
-
-def _config(folder: Path) -> tuple[Path, Any]:
-    """The file of a model's configuration, and what it says of the language model."""
-    path = folder / "config.json" if folder.is_dir() else folder
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
-        got = f"{path} ({cause})"
-        raise InvalidArgumentError("--model", "a folder with config.json", got) from error
-    if not isinstance(config, dict):
-        raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
-    return path, text_config(config)
 
 
 def _model(path: Path, config: Any, kind: str, tp: int) -> list[Finding]:

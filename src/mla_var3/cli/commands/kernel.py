@@ -157,11 +157,7 @@ class Route:
 
 
 def choose_route(request: Request, has_gpu: bool) -> Route:
-    """Decide how to serve a request; never falls back from what was asked for explicitly.
-
-    Raises:
-        UsageError: options that contradict each other.
-    """
+    """Decide how to serve a request; never falls back from what was asked for explicitly."""
     device, static = request.run.device, NsightProfType.STATIC
     on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
     compile_only = "target" in request.given
