@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "hyper-mla",
 }
 
-MOST_LINES = 12
+MOST_LINES, MOST_MARKERS = 12, 12
 MOST_BARS = 30
 _MODEL_POINTS = 64
 _LABEL_ROWS = 4
@@ -63,20 +64,18 @@ _PALETTE = ("#CC79A7", "#E69F00", "#000000", "#7F3C8D", "#8C564B", "#B5BD00", "#
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot of the record.
-
-    Attributes:
-        name: file name without suffix.
-        caption: how to read it.
-        files: what was written; empty if it was not drawn.
-        missing: why it was not drawn; empty otherwise.
-    """
+    """One plot of the record: its files, or why it was not drawn."""
 
     name: str
     title: str
     caption: str
     files: tuple[Path, ...] = ()
     missing: str = ""
+
+    @property
+    def png(self) -> Path | None:
+        """The PNG among its files."""
+        return next((file for file in self.files if file.suffix == ".png"), None)
 
 
 class _NotDrawnError(Exception):
@@ -148,9 +147,7 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
         raise _NotDrawnError("it needs two values of s at the same b, t, h")
     lines = _main_lines(data)
     axis = figure.subplots()
-    for index, (name, points) in enumerate(lines.items()):
-        marker = _MARKERS[index % len(_MARKERS)]
-        draw_line(axis, name, points, index, list(lines), marker=marker, linewidth=1.6)
+    draw_lines(axis, lines, _MARKERS, 1.6)
     shown = [each for each in data.crossings if {each.before, each.after} <= set(lines)]
     for index, crossing in enumerate(shown):
         text = f"s ≈ {crossing.s:.1f}" if crossing.s < _COARSE_FROM else f"s ≈ {crossing.s:.0f}"
@@ -167,9 +164,8 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
 def _main_lines(data: analysis.Chart) -> Mapping[str, Sequence[tuple[int, float]]]:
     """The lines to draw; of too many, those that come nearest to the fastest."""
     best: dict[int, float] = {}
-    for points in data.series.values():
-        for s, time_us in points:
-            best[s] = min(time_us, best.get(s, math.inf))
+    for s, time_us in chain.from_iterable(data.series.values()):
+        best[s] = min(time_us, best.get(s, math.inf))
 
     def distance(name: str) -> float:
         return min(time_us / best[s] for s, time_us in data.series[name])
@@ -198,15 +194,9 @@ def _roofline(figure: Any, rows: Sequence[BenchRow]) -> None:
         axis.plot(xs, ys, style, color="#444444", linewidth=1.2, label=label)
     for index, name in enumerate(names):
         own = [row for row in points if row.series == name]
-        axis.scatter(
-            [_intensity(row) for row in own],
-            [row.tflops for row in own],
-            label=name,
-            color=series_colour(name, names),
-            marker=_MARKERS[index % len(_MARKERS)],
-            s=30,
-            zorder=3,
-        )
+        look = {"color": series_colour(name, names), "marker": _MARKERS[index % len(_MARKERS)]}
+        xs, tflops = [_intensity(row) for row in own], [row.tflops for row in own]
+        axis.scatter(xs, tflops, label=name, s=30, zorder=3, **look)
     axis.set(xscale="log", yscale="log", xlabel="FLOP per byte")
     axis.set_ylabel(f"{word(points[0].kind)}TFLOP/s")
     _finish(figure, axis, f"Roofline of {device}")
@@ -288,12 +278,10 @@ def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
     shown = sorted(group.timed, key=group.figure)[:MOST_BARS]
     figure.set_size_inches(8.4, 1.6 + 0.32 * len(shown))
     axis = figure.subplots()
-    bars = axis.barh(
-        range(len(shown)),
-        [group.figure(row) for row in shown],
-        xerr=[row.spread_us or 0.0 for row in shown],
-        color=[COLOURS["flash_mla"] if row.source == OURS else "#999999" for row in shown],
-    )
+    colours = [COLOURS["flash_mla"] if row.source == OURS else "#999999" for row in shown]
+    spreads = [row.spread_us or 0.0 for row in shown]
+    times = [group.figure(row) for row in shown]
+    bars = axis.barh(range(len(shown)), times, xerr=spreads, color=colours)
     for bar, row in zip(bars, shown, strict=True):
         bar.set_hatch("//" if row.eight_bit else "")
     axis.bar_label(bars, fmt="%.4g", fontsize=8, padding=3)
@@ -306,17 +294,19 @@ def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
     axis.set_title(f"{group.title} on {group.device}")
 
 
-def draw_line(
-    axis: Any,
-    name: str,
-    points: Sequence[tuple[float, float]],
-    index: int,
-    names: Sequence[str],
-    **style: Any,
+def draw_lines(
+    axis: Any, series: Mapping[str, Sequence[tuple[float, float]]], markers: str, width: float
 ) -> None:
-    """One series as a line; curves on top of each other differ in their dashes."""
-    look = {"linestyle": LINE_STYLES[index % len(LINE_STYLES)], "markersize": 4, **style}
-    axis.plot(*zip(*points, strict=True), label=name, color=series_colour(name, names), **look)
+    """A line per series, with markers in turn; those on top of each other differ in their dashes.
+
+    Many points make a curve, not a row of measurements: they have no markers.
+    """
+    names = list(series)
+    for index, (name, points) in enumerate(series.items()):
+        look = {"linestyle": LINE_STYLES[index % len(LINE_STYLES)], "linewidth": width}
+        if len(points) <= MOST_MARKERS:
+            look |= {"marker": markers[index % len(markers)], "markersize": 4}
+        axis.plot(*zip(*points, strict=True), label=name, color=series_colour(name, names), **look)
 
 
 def log_axes(axis: Any, x_ticks: Sequence[float]) -> None:

@@ -41,7 +41,9 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
     """The estimate of a plan with every choice made; None for a kernel that the model lacks."""
     if not hasattr(plan, "problem"):
         return None
-    own = {name: getattr(plan, name, None) for name in ("n", "cache_dtype", "token_bytes")}
+    own: dict[str, Any] = {
+        name: getattr(plan, name, None) for name in ("n", "cache_dtype", "token_bytes")
+    }
     work = Workload(plan.problem(), prefix=getattr(plan, "prefix", None) or 0, **own)
     return estimate(plan.name, work, spec, plan.kernel_id.language)
 

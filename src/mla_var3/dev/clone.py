@@ -43,12 +43,7 @@ class ClonePlan:
 
 
 def plan_clone(source: str, version: str, language: str = DEFAULT_LANGUAGE) -> ClonePlan:
-    """Work out the clone of a kernel version.
-
-    Args:
-        source: full name of the version to copy, for example "mla_var6_plus_v2".
-        version: the new version, for example "v5".
-        language: language key.
+    """Work out the clone of a kernel version such as "mla_var6_plus_v2" under the number "v5".
 
     Raises:
         UnknownNameError: there is no such source.
@@ -129,11 +124,10 @@ def _versioned_names(text: str, path: Path) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and _is_decorated(node, KERNEL_DECORATORS):
             yield node.name
         elif isinstance(node, ast.ClassDef):
-            bases = tuple(re.sub(r"\[.*", "", ast.unparse(base)) for base in node.bases)
-            if any(base.endswith(("Plan", "Tiling")) for base in bases) or any(
-                isinstance(each, ast.FunctionDef) and _is_decorated(each, HOST_DECORATORS)
-                for each in node.body
-            ):
+            bases = [re.sub(r"\[.*", "", ast.unparse(base)) for base in node.bases]
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            is_host = any(_is_decorated(each, HOST_DECORATORS) for each in methods)
+            if is_host or any(base.endswith(("Plan", "Tiling")) for base in bases):
                 yield node.name
 
 
@@ -189,9 +183,5 @@ def _with_parent(text: str, parent: str) -> str:
 
 def _excuse_long_imports(text: str) -> str:
     """Mark imports whose dotted path alone is too long: no formatter can wrap them."""
-    return re.sub(
-        r"^(from .* import \()$",
-        lambda m: m[1] if len(m[1]) <= LINE_LENGTH else f"{m[1]}  # noqa: E501",
-        text,
-        flags=re.MULTILINE,
-    )
+    too_long = rf"^(from .{{{LINE_LENGTH - 13},}} import \()$"
+    return re.sub(too_long, r"\1  # noqa: E501", text, flags=re.MULTILINE)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mla_var3.bench.plots import draw_line, log_axes, new_figure, save_figure, series_colour
-
-_MOST_MARKERS = 12
-"""More points than this make a curve, not a row of measurements."""
+from mla_var3.bench.plots import draw_lines, log_axes, new_figure, save_figure, series_colour
 
 
 def line_plot(
@@ -26,9 +23,7 @@ def line_plot(
     """
     with new_figure(7.6, 4.8) as figure:
         axis = figure.subplots()
-        for index, (name, points) in enumerate(series.items()):
-            marker = "o" if len(points) <= _MOST_MARKERS else None
-            draw_line(axis, name, points, index, list(series), marker=marker, linewidth=1.8)
+        draw_lines(axis, series, "o", 1.8)
         if log:
             log_axes(axis, sorted({x for points in series.values() for x, _ in points}))
         axis.set(xlabel=x_label, ylabel=y_label)
@@ -49,16 +44,10 @@ def bar_plot(
     with new_figure(max(6.0, 1.6 * len(groups) + 2.0), 4.6) as figure:
         axis = figure.subplots()
         for position, name in enumerate(names):
-            places = [i for i, group in enumerate(groups.values()) if name in group]
-            values = [group[name] for group in groups.values() if name in group]
             offset = (position - (len(names) - 1) / 2) * width
-            bars = axis.bar(
-                [place + offset for place in places],
-                values,
-                width * 0.92,
-                label=name,
-                color=series_colour(name, names),
-            )
+            values = {i + offset: g[name] for i, g in enumerate(groups.values()) if name in g}
+            look = {"label": name, "color": series_colour(name, names)}
+            bars = axis.bar(list(values), list(values.values()), width * 0.92, **look)
             axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
         axis.set_xticks(range(len(groups)), list(groups))
         axis.grid(visible=False, axis="x")

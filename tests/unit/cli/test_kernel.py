@@ -203,7 +203,7 @@ def test_errors_in_a_run(error, code, message, machine, monkeypatch, capsys):
         (["flash_mla", "v9"], "unknown version of flash_mla 'v9'"),
         (["flash_mla", "--language=cutile-dls"], "did you mean 'cutile-dsl'"),
         (["--bogus"], "unknown option '--bogus'"),
-        (["flash_mla", "--language"], "--language: expected a value"),
+        (["flash_mla", "--language"], "--language: expected one argument"),
     ],
 )
 def test_wrong_names(argv, message, capsys):

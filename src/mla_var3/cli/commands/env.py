@@ -66,7 +66,7 @@ def env_facts() -> dict[str, Any]:
 def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
     """The driver with which cuTile kernels can be profiled, and whether this machine has it."""
     found = (gpu or {}).get("driver")
-    fits = None if not found else version_numbers(found) >= version_numbers(CUTILE_DRIVER)
+    fits = version_numbers(found) >= version_numbers(CUTILE_DRIVER) if found else None
     remark = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
     if fits:
         remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})"
@@ -100,30 +100,24 @@ def env_command(parser: Parser, argv: Sequence[str]) -> int:
         for name, entry in facts[kind].items()
     ]
     print_table("programs and packages", ("needed", "for", "found"), found)
-    devices = [
-        (
-            name,
-            device["target"],
-            f"{device['tflops']:g}",
-            f"{device['gbps']:g}",
-            device["sm_count"],
-            "burst, measured" if device["burst"] else "vendor peaks",
-        )
-        for name, device in facts["devices"].items()
-    ]
+    devices = []
+    for name, device in facts["devices"].items():
+        rates = f"{device['tflops']:g}", f"{device['gbps']:g}"
+        kind = "burst, measured" if device["burst"] else "vendor peaks"
+        devices.append((name, device["target"], *rates, device["sm_count"], kind))
     headers = ("device", "target", "bf16 TFLOP/s", "GB/s", "SMs", "rates")
     print_table("devices in the table", headers, devices)
     return 0
 
 
 def _print_gpu(facts: dict[str, Any]) -> None:
-    gpu = facts["gpu"]
+    gpu, remark = facts["gpu"], facts["driver_requirement"]["remark"]
     if gpu is None:
         say("GPU:      none usable; kernels run in the CPU interpreter and compile for all targets")
-        say(f"driver:   none; {facts['driver_requirement']['remark']}")
+        say(f"driver:   none; {remark}")
         return
     say(f"GPU:      {gpu['name']}, compute capability {gpu['compute_capability']}")
-    say(f"driver:   {gpu.get('driver') or 'unknown'}, {facts['driver_requirement']['remark']}")
+    say(f"driver:   {gpu.get('driver') or 'unknown'}, {remark}")
     if facts["this_device_known"] is not True:
         say(f"warning:  {facts['this_device_known']}", "yellow")
 
