@@ -9,8 +9,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import dropwhile, groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,8 +28,7 @@ LINK = re.compile(r"!?\[[^\]\n]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """One documented shell command, without environment assignments."""
 
     place: str
@@ -133,16 +133,10 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
                 continue
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
             lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if not re.fullmatch(r"[;&|]+", word):
-                    words.append(word)
-                    continue
-                while words and re.match(r"\w+=", words[0]):
-                    words = words[1:]
-                if words:
-                    yield Command(f"{page}:{line_of(text, block.start())}", tuple(words))
-                words = []
+            for joint, part in groupby(lexer, lambda word: bool(re.fullmatch(r"[;&|]+", word))):
+                words = tuple(dropwhile(lambda word: re.match(r"\w+=", word), part))
+                if words and not joint:
+                    yield Command(f"{page}:{line_of(text, block.start())}", words)
 
 
 def program_of(command: Command) -> tuple[str, list[str]] | None:
@@ -167,11 +161,9 @@ def command_problems(
 ) -> list[str]:
     """Documented commands of ours that their program would refuse.
 
-    Args:
-        commands: The documented commands.
-        help_of: Starts a program with its arguments and --help added at the end. A parser that
-            reads from left to right judges the values before it meets --help, and then shows the
-            options that it knows; a documented option has to be among them.
+    `help_of` starts a program with its arguments and --help added at the end. A parser that reads
+    from left to right judges the values before it meets --help, and then shows the options that it
+    knows; a documented option has to be among them.
     """
     problems = []
     for command in commands:
@@ -207,35 +199,20 @@ def commands(pages: dict[str, str]) -> list[Command]:
     return [command for name, text in pages.items() for command in commands_of(text, name)]
 
 
-def test_named_paths_exist(pages, repo_root):
-    missing = [
-        f"{name}:{problem}"
-        for name, text in pages.items()
-        for problem in missing_paths(text, repo_root)
-    ]
-    assert not missing, "\n" + "\n".join(missing)
-
-
-def test_links_resolve(pages, repo_root):
-    broken = [
-        f"{name}:{problem}"
-        for name, text in pages.items()
-        for problem in broken_links(text, repo_root / name, repo_root)
-    ]
-    assert not broken, "\n" + "\n".join(broken)
+def test_named_paths_exist_and_links_resolve(pages, repo_root):
+    problems = []
+    for name, text in pages.items():
+        broken = broken_links(text, repo_root / name, repo_root)
+        problems += [f"{name}:{each}" for each in (*missing_paths(text, repo_root), *broken)]
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_documented_make_targets_exist(commands, repo_root):
     makefile = (repo_root / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    unknown = [
-        str(command)
-        for command in commands
-        if command.words[0] == "make"
-        for word in command.words[1:]
-        if "=" not in word and word not in targets
-    ]
-    assert not unknown, "\n" + "\n".join(unknown)
+    calls = [command for command in commands if command.words[0] == "make"]
+    named = {(str(call), word) for call in calls for word in call.words[1:] if "=" not in word}
+    assert [call for call, word in sorted(named) if word not in targets] == []
 
 
 def test_documented_scripts_exist(commands, repo_root):
@@ -289,20 +266,10 @@ def small_repo(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "`docs/gone.md`",
-        "`./docs/gone.md`",
-        "`src/b.py:12`",
-        "`src/b.py::test_x`",
-        "`scripts/`",
-        "`docs/*.txt`",
-        "`README.md`",
-    ],
-)
-def test_a_missing_path_is_found(text, small_repo):
-    assert len(missing_paths(f"Read {text} first.", small_repo)) == 1
+def test_a_missing_path_is_found(small_repo):
+    bad = "docs/gone.md ./docs/gone.md src/b.py:12 src/b.py::test_x scripts/ docs/*.txt README.md"
+    for token in bad.split():
+        assert len(missing_paths(f"Read `{token}` first.", small_repo)) == 1, token
 
 
 def test_broken_links_are_found(small_repo):

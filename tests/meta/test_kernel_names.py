@@ -7,24 +7,13 @@ from pathlib import PurePosixPath
 
 import pytest
 
-KERNEL_DECORATORS = {"ct.kernel", "cute.kernel"}
-
-
-def decorator_names(function: ast.FunctionDef) -> set[str]:
-    """Decorators without their arguments: `@ct.kernel(occupancy=2)` is `ct.kernel`."""
-    return {
-        ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        for decorator in function.decorator_list
-    }
+from mla_var3.dev.clone import KERNEL_DECORATORS, is_decorated
 
 
 def kernels_of(source: str) -> list[str]:
     """Kernel functions in either language; in CuTe DSL they are methods as well."""
-    return [
-        node.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and decorator_names(node) & KERNEL_DECORATORS
-    ]
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
+    return [node.name for node in functions if is_decorated(node, KERNEL_DECORATORS)]
 
 
 def kernel_plans_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
@@ -45,11 +34,7 @@ def kernel_plans_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def naming_problems(sources: Mapping[str, str]) -> list[str]:
-    """Everything in a package that breaks the naming of kernels.
-
-    Args:
-        sources: Source text by path relative to the package, with forward slashes.
-    """
+    """Everything that breaks the naming of kernels in a package, by relative path."""
     problems = []
     plans = kernel_plans_of(sources)
     designs: set[PurePosixPath] = set()
@@ -70,10 +55,9 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
         if design / design.name not in versions:
             problems.append(f"{design}: has no base version {design.name}")
     for version in sorted(versions):
-        if not re.fullmatch(re.escape(version.parent.name) + r"(_v[1-9]\d*)?", version.name):
-            problems.append(
-                f"{version}: expected {version.parent.name} or {version.parent.name}_vN"
-            )
+        design_name = version.parent.name
+        if not re.fullmatch(re.escape(design_name) + r"(_v[1-9]\d*)?", version.name):
+            problems.append(f"{version}: expected {design_name} or {design_name}_vN")
         entry = str(version / f"{version.name}.py")
         if entry not in sources:
             problems.append(f"{version}: has no module {version.name}.py")
@@ -84,10 +68,8 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
             if version in module.parents:
                 kernels = kernels_of(source)
                 if kernels and module.stem not in kernels:
-                    problems.append(
-                        f"{path}: no kernel function is named {module.stem}, only "
-                        + ", ".join(kernels)
-                    )
+                    problem = f"no kernel function is named {module.stem}, only {kernels}"
+                    problems.append(f"{path}: {problem}")
     return problems
 
 
@@ -125,7 +107,7 @@ GOOD = {
 }
 
 
-CUTE = "kernel/cute_python/mla/flash/flash/"
+CUTE = "kernel/cute_python/mla/flash/flash/combine.py"
 
 
 def test_good_names_pass():
@@ -142,24 +124,13 @@ def test_good_names_pass():
         ({"flash/flash_two/flash_two.py": "class A(KernelPlan): ..."}, "", "expected flash or"),
         ({"flash/flash_v3/flash_v2.py": ""}, "", "has no module flash_v3.py"),
         ({"new/__main__.py": ""}, "", "has no base version new"),
-        ({CUTE + "combine.py": "@cute.kernel\ndef other(): ..."}, "", "is named combine"),
-        (
-            {CUTE + "combine.py": "class Host:\n    @cute.kernel\n    def other(self): ..."},
-            "",
-            "is named combine",
-        ),
+        ({CUTE: "@cute.kernel\ndef other(): ..."}, "", "is named combine"),
+        ({CUTE: "class A:\n  @cute.kernel\n  def other(self): ..."}, "", "is named combine"),
     ],
 )
 def test_a_planted_wrong_name_is_found(changes, removed, message):
     folder = "kernel/cutile/mla/"
-    planted = {
-        **GOOD,
-        **{
-            path if path.startswith(CUTE) else folder + path: source
-            for path, source in changes.items()
-        },
-    }
+    planted = GOOD | {path if path == CUTE else folder + path: changes[path] for path in changes}
     planted.pop(folder + removed, None)
-    problems = naming_problems(planted)
-    assert len(problems) == 1, problems
-    assert message in problems[0]
+    [problem] = naming_problems(planted)
+    assert message in problem

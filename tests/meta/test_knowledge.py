@@ -50,18 +50,12 @@ def sections_of(text: str) -> list[tuple[str, str]]:
 
 def tables_of(text: str) -> list[list[list[str]]]:
     """Markdown tables as rows of cells, the heading first, the rule left out."""
-    tables: list[list[list[str]]] = []
-    inside = False
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            inside = False
-            continue
-        if not inside:
-            tables.append([])
-        inside = True
-        if not re.fullmatch(r"[|:\- ]+", line):
-            tables[-1].append([cell.strip() for cell in line.strip().strip("|").split("|")])
-    return tables
+    blocks = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+    rows = ([r for r in block.splitlines() if not re.fullmatch(r"[|:\- ]+", r)] for block in blocks)
+    return [
+        [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in table]
+        for table in rows
+    ]
 
 
 def numbers_in(text: str) -> set[str]:
@@ -69,12 +63,7 @@ def numbers_in(text: str) -> set[str]:
 
 
 def page_problems(text: str, page: Path) -> list[str]:
-    """What a knowledge page lacks of the template.
-
-    Args:
-        text: The page.
-        page: Where it lies; sources are links relative to it.
-    """
+    """What a knowledge page lacks of the template; sources are links relative to where it lies."""
     problems = []
     if len(re.findall(r"^# +\S", without_fences(text), re.MULTILINE)) != 1:
         problems.append("expected one title")
@@ -220,9 +209,8 @@ def test_device_pages_equal_the_table(repo_root, device_table):
 
 
 def test_reference_snippets_parse(reference, findings):
-    assert [syntax_problems(text) for text in (reference, *(p.read_text() for p in findings))] == [
-        []
-    ] * (1 + len(findings))
+    texts = [reference, *(page.read_text() for page in findings)]
+    assert [problem for text in texts for problem in syntax_problems(text)] == []
 
 
 def test_reference_snippets_run(reference, tmp_path):

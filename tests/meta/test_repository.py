@@ -4,9 +4,8 @@ import ast
 import re
 import subprocess
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-
-import pytest
 
 HOST_LIMIT, KERNEL_LIMIT = 500, 700
 
@@ -46,43 +45,24 @@ def package_version(repo_root: Path) -> str:
 def test_no_forbidden_words(repo_files, repo_root):
     found = []
     for path in repo_files:
-        try:
+        with suppress(UnicodeDecodeError):  # not a text file
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # not a text file
-        found += [f"{path.relative_to(repo_root)}:{problem}" for problem in forbidden_in(text)]
+            found += [f"{path.relative_to(repo_root)}:{problem}" for problem in forbidden_in(text)]
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cd /" + "work/main",
-        "see '/" + "root/.cache'",
-        "# TO" + "DO: later",
-        "FIX" + "ME",
-        "see issue" + " #12",
-        "https://pypi" + ".org/simple",
-        "--index-url https://download.pytorch" + ".org/whl",
-    ],
-)
-def test_a_forbidden_word_is_found(text):
-    assert len(forbidden_in(f"fine\n{text}\n")) == 1
-
-
-@pytest.mark.parametrize("text", ["src/work/x", "mktemp /tmp/x.XXXXXX", "an issue with roots"])
-def test_harmless_words_pass(text):
-    assert forbidden_in(text) == []
+def test_a_forbidden_word_is_found():
+    for start, end in (
+        ("cd /", "work/main"), ("see '/", "root/.cache'"), ("# TO", "DO: later"), ("FIX", "ME"),
+        ("see issue", " #12"), ("https://pypi", ".org/simple"), ("at download.pytorch", ".org/whl"),
+    ):  # fmt: skip
+        assert len(forbidden_in(f"fine\n{start}{end}\n")) == 1, start
 
 
 def test_modules_stay_short(package_sources):
-    too_long = []
-    for name, source in package_sources.items():
-        lines = len(source.splitlines())
-        limit = KERNEL_LIMIT if name.startswith("kernel/") else HOST_LIMIT
-        if lines > limit:
-            too_long.append(f"{name}: {lines} lines, the limit is {limit}")
-    assert not too_long, "\n" + "\n".join(too_long)
+    lengths = {name: source.count("\n") for name, source in package_sources.items()}
+    limits = {name: KERNEL_LIMIT if name[:7] == "kernel/" else HOST_LIMIT for name in lengths}
+    assert {name: lines for name, lines in lengths.items() if lines > limits[name]} == {}
 
 
 def test_changelog_starts_with_this_version(repo_root):

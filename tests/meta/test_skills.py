@@ -6,11 +6,12 @@ Paths, links and the commands of `hyper-mla` in them are checked with all other 
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 from .api_names import exists, mentioned
 
@@ -52,16 +53,6 @@ def skill_problems(text: str, folder_name: str) -> list[str]:
     return problems
 
 
-def catalogue_problems(catalogue: str, pages: list[str]) -> list[str]:
-    """Pages that a catalogue does not name, and pages that it names twice."""
-    named = re.findall(r"`(docs/knowledge/[^`*]+\.md)`", catalogue)
-    return [
-        f"{page}: expected once, got {named.count(page)} times"
-        for page in pages
-        if named.count(page) != 1
-    ]
-
-
 def script_commands(text: str) -> list[list[str]]:
     """Documented calls of our scripts, without the interpreter."""
     commands = []
@@ -91,13 +82,10 @@ def test_the_skills_belong_to_the_repository(repo_files, folder):
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_a_skill_has_a_head_and_is_short(folder, name):
-    assert skill_problems((folder / name / "SKILL.md").read_text(), name) == []
-
-
-@pytest.mark.parametrize("name", SKILLS)
-def test_every_reference_is_linked(folder, name):
-    linked = re.findall(r"\]\((references/[^)#]+)", (folder / name / "SKILL.md").read_text())
+def test_a_skill_has_a_head_is_short_and_links_its_references(folder, name):
+    text = (folder / name / "SKILL.md").read_text()
+    assert skill_problems(text, name) == []
+    linked = re.findall(r"\]\((references/[^)#]+)", text)
     there = [path.relative_to(folder / name).as_posix() for path in (folder / name).rglob("*.md")]
     assert sorted(set(linked)) == sorted(path for path in there if path != "SKILL.md")
 
@@ -105,12 +93,8 @@ def test_every_reference_is_linked(folder, name):
 @pytest.mark.parametrize("language", ["cuda.tile", "cutlass"])
 def test_names_of_the_languages_exist(texts, language):
     pytest.importorskip(language)
-    names = {
-        name
-        for text in texts.values()
-        for name in mentioned(text)
-        if name.startswith(f"{language}.")
-    }
+    named = set().union(*map(mentioned, texts.values()))
+    names = [name for name in named if name.startswith(f"{language}.")]
     assert len(names) >= 5
     assert sorted(name for name in names if not exists(name)) == []
 
@@ -123,8 +107,10 @@ def test_the_catalogues_are_complete(repo_root, folder):
         if path.name != "README.md"
     )
     for name, is_cute in (("optimization-catalog", False), ("optimization-catalog-cute-dsl", True)):
+        catalogue = (folder / name / "SKILL.md").read_text()
+        named = re.findall(r"`(docs/knowledge/[^`*]+\.md)`", catalogue)
         expected = [page for page in pages if ("/cute-dsl/" in page) is is_cute]
-        assert catalogue_problems((folder / name / "SKILL.md").read_text(), expected) == []
+        assert [page for page in expected if named.count(page) != 1] == []
 
 
 def test_options_of_scripts_exist(texts, repo_root):
@@ -132,13 +118,11 @@ def test_options_of_scripts_exist(texts, repo_root):
     assert len(commands) >= 5
     for script, *arguments in commands:
         path = repo_root / script
-        assert path.is_file(), script
         runner = sys.executable if path.suffix == ".py" else "bash"
-        shown = subprocess.run(
-            [runner, str(path), "--help"], capture_output=True, text=True, check=True
-        ).stdout
+        shown = run_program([runner, path, "--help"])
+        assert shown.returncode == 0, script
         options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
-        assert {option for option in options if option not in shown} == set(), script
+        assert {option for option in options if option not in shown.stdout} == set(), script
 
 
 GOOD = (

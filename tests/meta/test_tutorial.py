@@ -27,13 +27,9 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that the page asks for.
+    """A block: a file to write, a change, commands to run, or commands that have to fail.
 
-    Attributes:
-        kind: write a file, apply a change, run commands, or run commands that have to fail.
-        body: the block.
-        text: the file's path, or what the commands have to print.
-        line: where the block begins on the page.
+    The text is the file's path, or what the commands have to print.
     """
 
     kind: Literal["file", "diff", "run", "fails"]
@@ -60,13 +56,13 @@ def steps_of(page: str) -> Iterator[Step]:
 
 def unnamed_files(page: str) -> list[str]:
     """Files whose name the paragraph before them does not tell the reader: comments are hidden."""
-    blocks = [block for block in BLOCK.finditer(page) if block["note"] == "file"]
-    paragraphs = [page[: block.start()].rstrip("\n").rpartition("\n\n")[2] for block in blocks]
-    return [
-        block["text"]
-        for block, paragraph in zip(blocks, paragraphs, strict=True)
-        if not re.search(rf"`[^`]*\b{re.escape(Path(block['text']).name)}`", paragraph)
-    ]
+    unnamed = []
+    for block in BLOCK.finditer(page):
+        paragraph = page[: block.start()].rstrip("\n").rpartition("\n\n")[2]
+        name = re.escape(Path(block["text"] or "").name)
+        if block["note"] == "file" and not re.search(rf"`[^`]*\b{name}`", paragraph):
+            unnamed.append(block["text"])
+    return unnamed
 
 
 class Copy:
@@ -74,11 +70,8 @@ class Copy:
 
     def __init__(self, root: Path, repo_root: Path) -> None:
         self.root = root
-        shutil.copytree(
-            repo_root / "src" / "mla_var3",
-            root / "src" / "mla_var3",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=skip)
         (root / "tests" / "kernel").mkdir(parents=True)
         for name in ("pyproject.toml", "tests/conftest.py"):
             shutil.copy(repo_root / name, root / name)
@@ -102,27 +95,20 @@ class Copy:
         }
 
     def follow(self, step: Step) -> None:
-        """Do one step.
-
-        Raises:
-            AssertionError: it did not come out as the page says.
-        """
+        """Do one step, which has to come out as the page says."""
         if step.kind == "file":
             path = self.root / step.text
             assert path.parent.is_dir(), f"line {step.line}: no folder for {step.text}"
             path.write_text(step.body)
             return
+        command, stdin = ["bash", "-c", "set -euo pipefail\n" + step.body], None
         if step.kind == "diff":
-            self._run(["git", "apply", "-"], step, step.body, fails=False)
-            return
-        script = "set -euo pipefail\n" + step.body
-        self._run(["bash", "-c", script], step, None, fails=step.kind == "fails")
-
-    def _run(self, command: list[str], step: Step, stdin: str | None, *, fails: bool) -> None:
+            command, stdin = ["git", "apply", "-"], step.body
         result = run_program(command, cwd=self.root, env=self.environment, input=stdin)
         printed = result.stdout + result.stderr
         where = f"line {step.line}:\n{step.body}\n{printed}"
-        assert bool(result.returncode) == fails, f"exit code {result.returncode}, {where}"
+        failed = step.kind == "fails"
+        assert bool(result.returncode) == failed, f"exit code {result.returncode}, {where}"
         assert step.text in printed, f"expected {step.text!r}, {where}"
 
 

@@ -195,8 +195,8 @@ def _roofline(figure: Any, rows: Sequence[BenchRow]) -> None:
     for index, name in enumerate(names):
         own = [row for row in points if row.series == name]
         look = {"color": series_colour(name, names), "marker": _MARKERS[index % len(_MARKERS)]}
-        xs, tflops = [_intensity(row) for row in own], [row.tflops for row in own]
-        axis.scatter(xs, tflops, label=name, s=30, zorder=3, **look)
+        places = [_intensity(row) for row in own], [row.tflops for row in own]
+        axis.scatter(*places, label=name, s=30, zorder=3, **look)
     axis.set(xscale="log", yscale="log", xlabel="FLOP per byte")
     axis.set_ylabel(f"{word(points[0].kind)}TFLOP/s")
     _finish(figure, axis, f"Roofline of {device}")

@@ -121,17 +121,18 @@ def _parse(text: str, path: Path) -> ast.Module:
 def _versioned_names(text: str, path: Path) -> Iterator[str]:
     """Kernel functions, plans, tilings and CuTe host classes of a module."""
     for node in ast.walk(_parse(text, path)):
-        if isinstance(node, ast.FunctionDef) and _is_decorated(node, KERNEL_DECORATORS):
+        if isinstance(node, ast.FunctionDef) and is_decorated(node, KERNEL_DECORATORS):
             yield node.name
         elif isinstance(node, ast.ClassDef):
             bases = [re.sub(r"\[.*", "", ast.unparse(base)) for base in node.bases]
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            is_host = any(_is_decorated(each, HOST_DECORATORS) for each in methods)
+            is_host = any(is_decorated(each, HOST_DECORATORS) for each in methods)
             if is_host or any(base.endswith(("Plan", "Tiling")) for base in bases):
                 yield node.name
 
 
-def _is_decorated(node: ast.FunctionDef, decorators: set[str]) -> bool:
+def is_decorated(node: ast.FunctionDef, decorators: set[str]) -> bool:
+    """Whether one of its decorators, without their arguments, is among some names."""
     plain = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
     return any(ast.unparse(decorator) in decorators for decorator in plain)
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -295,9 +296,9 @@ def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> dict[
         return {}
     found = {}
     for name in FP8_FORMATS:
-        own = scale if name == PER_TENSOR.name else 1.0
-        sizes = {"k": LATENT, "p": ROPE}
-        found[name] = LatentCache.allocate(1, t, **sizes, dtype=name, device=device, scale=own)
+        own: dict[str, Any] = {"scale": scale if name == PER_TENSOR.name else 1.0}
+        own |= {"dtype": name, "device": device}
+        found[name] = LatentCache.allocate(1, t, k=LATENT, p=ROPE, **own)
     return found
 
 

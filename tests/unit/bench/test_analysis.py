@@ -105,8 +105,7 @@ def test_a_prediction_is_compared_with_the_pure_paths():
 
 def test_crossings_lie_where_the_lines_meet():
     data = times_over_s(sweep_rows())
-    assert data is not None
-    assert data.title == "b=32 t=4096 h=128"
+    assert data is not None and data.title == "b=32 t=4096 h=128"
     (crossing,) = data.crossings
     assert (crossing.before, crossing.after) == ("flash_mla", "flash_attention")
     assert crossing.s == pytest.approx(32.0)
@@ -133,11 +132,9 @@ def test_only_lines_with_a_time_on_either_side_cross(a, b, meet):
 
 def test_windows_are_grouped_by_kernel_and_length():
     data = times_over_n([*window_rows(), row("mla_var6_plus", 5.0, s=64, choices={"n": 0})])
+    points = [(0, 100.0), (2048, 2148.0)]
     assert data is not None
-    assert data.series == {
-        "mla_var6_plus_v3, s=16": [(0, 100.0), (2048, 2148.0)],
-        "mla_var6_plus_v3, s=32": [(0, 100.0), (2048, 2148.0)],
-    }
+    assert data.series == {f"mla_var6_plus_v3, s={s}": points for s in (16, 32)}
     assert times_over_n([row()]) is None
 
 
@@ -175,8 +172,7 @@ def test_doubtful_rows_are_named():
 
 def svg(plot: Plot) -> str:
     png, vector = plot.files
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert png.stat().st_size > 5000
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5000
     return vector.read_text()
 
 
@@ -184,31 +180,22 @@ def drawn(folder: Path, *rows: BenchRow) -> dict[str, Plot]:
     return {plot.name: plot for plot in draw_plots(record(*rows), folder)}
 
 
-@pytest.fixture(scope="module")
-def plots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plot]:
-    """Every plot, drawn once."""
+WORDS = {
+    "time_s": ("query tokens per request, s", "call time, µs", "on NVIDIA H200", "s ≈ 32"),
+    "roofline": ("FLOP per byte", "TFLOP/s", "burst rates", "vendor peak", "FlashMLA"),
+    "time_n": ("tokens per request, n", "kernel time, µs", "mla_var6_plus_v3, s=16"),
+    "speedup": ("KV tokens per request, t", "Speed-up over the best peer", "1024", "1.20"),
+    "kernels": ("b=32 s=16 t=4096 h=128", "mla_var6_plus_v2 (cute-dsl) 8-bit n=4096",
+                "(ours in blue, 8-bit hatched)"),
+}  # fmt: skip
+
+
+def test_a_plot_says_what_it_shows(tmp_path):
     rows = [*sweep_rows(), *window_rows(9000.0), eight_bit(300.0, s=16, choices={"n": 4096})]
-    return drawn(tmp_path_factory.mktemp("plots"), *rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("time_s", ("query tokens per request, s", "call time, µs", "on NVIDIA H200", "FlashMLA",
-                    "s ≈ 32")),
-        ("roofline", ("FLOP per byte", "TFLOP/s", "burst rates", "vendor peak", "FlashMLA")),
-        ("time_n", ("decompressed tokens per request, n", "kernel time, µs",
-                    "mla_var6_plus_v3, s=16")),
-        ("speedup", ("KV tokens per request, t", "Speed-up over the best peer", "1024", "1.20")),
-        ("kernels", ("b=32 s=16 t=4096 h=128", "mla_var6_plus_v2 (cute-dsl) 8-bit n=4096",
-                     "(ours in blue, 8-bit hatched)")),
-    ],
-)  # fmt: skip
-def test_a_plot_says_what_it_shows(name, words, plots):
-    text = svg(plots[name])
-    for shown in words:
-        assert shown in text, shown
-    assert "predicted" not in text
+    plots = drawn(tmp_path, *rows)
+    for name, words in WORDS.items():
+        text = svg(plots[name])
+        assert [word for word in words if word not in text] == [] and "predicted" not in text
 
 
 def test_predictions_are_marked_on_every_plot(tmp_path):

@@ -7,31 +7,13 @@ from typing import Any
 import pytest
 
 from mla_var3.bench import contenders as bench_contenders
-from mla_var3.bench.contenders import (
-    TuneBudget,
-    call_contender,
-    kernel_contender,
-    make_plan,
-    projection_contender,
-    require_memory,
-    tuning_note,
-)
+from mla_var3.bench import record
+from mla_var3.bench.contenders import TuneBudget, call_contender, make_plan, tuning_note
 from mla_var3.bench.measure import Timer, measure_case, rotated, summarise, with_projections
-from mla_var3.bench.record import (
-    ABSENT,
-    DECOMPRESSED,
-    FAILED,
-    LOST,
-    MIX,
-    OK,
-    OUTPUT_PROJECTION,
-    PROJECTION,
-    QUERY_PROJECTION,
-    BenchRow,
-)
+from mla_var3.bench.record import ABSENT, FAILED, LOST, OK, PROJECTION, BenchRow
 from mla_var3.bench.suites import KernelChoice
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel
 from mla_var3.runtime.workflow import RunOptions
@@ -77,32 +59,23 @@ def test_rounds_are_combined_into_median_and_widest_spread():
     assert not summarise([cold, warm]).cold_l2 and summarise([cold, cold]).cold_l2
 
 
-def test_a_failed_check_blocks_the_timing_and_nobody_else():
-    log: list[str] = []
-    wrong, right = fake_contender("wrong", log, error=0.5), fake_contender("right", log)
-    rows = measure(wrong, right, rounds=2)
-    assert "run wrong" not in log
-    assert (rows[0].status, rows[0].time_us) == (FAILED, None)
-    assert "relative error 0.5" in rows[0].reason
-    assert rows[1].status == OK
-    assert log.count("build wrong") == 1
-
-
-def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed():
+def test_who_cannot_take_part_is_absent_and_who_breaks_or_is_wrong_has_failed():
     log: list[str] = []
     rows = measure(
         fake_contender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
         fake_contender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
         fake_contender("silent", log, broken=RuntimeError()),
         fake_contender("leaving", log, broken=SystemExit(3)),
+        fake_contender("wrong", log, error=0.5),
+        fake_contender("right", log),
+        rounds=2,
     )
-    assert [(r.status, r.reason) for r in rows] == [
-        (ABSENT, "lib: not found"),
-        (FAILED, "CUDA out of memory"),
-        (FAILED, "RuntimeError"),
-        (FAILED, "called sys.exit: 3"),
-    ]
-    assert rows[0].choices == {"n": 7}
+    reasons = ("lib: not found", "CUDA out of memory", "RuntimeError", "called sys.exit: 3",
+               "relative error 0.5", "")  # fmt: skip
+    states = (ABSENT, *[FAILED] * 4, OK)
+    assert [(r.status, r.reason) for r in rows] == list(zip(states, reasons, strict=True))
+    assert rows[0].choices == {"n": 7} and rows[4].time_us is None
+    assert "run wrong" not in log and log.count("build wrong") == 1
 
 
 def test_a_lost_device_fails_the_rest_with_the_culprit():
@@ -136,34 +109,27 @@ def test_a_process_that_ends_in_a_later_round_blames_the_one_that_ran():
 
 
 def test_projections_are_added_by_path():
-    rows = with_projections(
-        [
-            row("flash_mla"),
-            row("mla_var6_plus", path=MIX),
-            row("flash_attention", path=DECOMPRESSED),
-            row(QUERY_PROJECTION, 10.0, source=PROJECTION, path=""),
-            row(OUTPUT_PROJECTION, 20.0, source=PROJECTION, path=""),
-        ]
-    )
+    kernels = [row(path=path) for path in (record.LATENT, record.MIX, record.DECOMPRESSED)]
+    queries = row(record.QUERY_PROJECTION, 10.0, source=PROJECTION, path="")
+    outputs = row(record.OUTPUT_PROJECTION, 20.0, source=PROJECTION, path="")
+    rows = with_projections([*kernels, queries, outputs])
     assert [r.call_us for r in rows] == [1030.0, 1010.0, 1000.0, None, None]
     assert with_projections(rows[:1] + rows[3:4])[0].call_us is None  # one of them is unknown
 
 
 def test_our_kernels_and_projections_run_through_the_interpreter():
+    choices = [KernelChoice(find_kernel("flash_mla"))]
+    choices.append(KernelChoice(find_kernel("mla_var6_plus"), {"n": 40}))
+    projections = (record.QUERY_PROJECTION, record.OUTPUT_PROJECTION)
     contenders = [
-        kernel_contender(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90", "cpu"),
-        kernel_contender(
-            KernelChoice(find_kernel("mla_var6_plus"), {"n": 40}), SMALL, "sm_90", "cpu"
-        ),
-        projection_contender(QUERY_PROJECTION, SMALL, "cpu"),
-        projection_contender(OUTPUT_PROJECTION, SMALL, "cpu"),
+        *(bench_contenders.kernel_contender(each, SMALL, "sm_90", "cpu") for each in choices),
+        *(bench_contenders.projection_contender(name, SMALL, "cpu") for name in projections),
     ]
     rows = measure(*contenders, rounds=1, problem=SMALL)
     assert [r.status for r in rows] == [OK] * 4, [r.reason for r in rows]
     assert [r.path for r in rows] == ["latent", "mix", "", ""]
     assert rows[1].choices == {"n": 40}
-    assert rows[0].call_us == 300.0
-    assert rows[1].call_us == 200.0
+    assert (rows[0].call_us, rows[1].call_us) == (300.0, 200.0)
     assert all(r.error is not None and 0 < r.error < 0.01 for r in rows)
 
 
@@ -171,11 +137,9 @@ def test_the_public_call_takes_part_with_its_choice_and_is_checked(monkeypatch):
     import mla_var3.attention.call as call
 
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
-    assert found.status == OK, found.reason
-    assert (found.kernel, found.path) == ("mla_attention", "call")
+    assert (found.kernel, found.status, found.path) == ("mla_attention", OK, "call"), found.reason
     assert found.call_us == found.time_us == 100.0 and found.tflops
-    assert found.note.startswith("torch_tiled (torch")
-    assert found.error is not None and 0 < found.error < 0.01
+    assert found.note.startswith("torch_tiled (torch") and 0 < (found.error or 0) < 0.01
     right = call.mla_attention
     monkeypatch.setattr(call, "mla_attention", lambda *x, **o: right(*x, **o) * 1.1)
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
@@ -183,19 +147,16 @@ def test_the_public_call_takes_part_with_its_choice_and_is_checked(monkeypatch):
     assert "mla_attention (torch_tiled, torch): relative error 0.1" in found.reason
 
 
-def test_a_plan_that_does_not_fit_is_absent(monkeypatch):
+def test_a_plan_says_what_it_cannot_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(10e9), int(141e9)))
     monkeypatch.setattr(bench_contenders, "current_device_spec", lambda: device_spec("H200"))
     small, large = (
         make_plan(KernelChoice(find_kernel(name)), PROBLEM, "sm_90")
         for name in ("flash_mla", "flash_attention")
     )
-    require_memory(small)
+    bench_contenders.require_memory(small)
     with pytest.raises(UnsupportedError, match="GiB of free GPU memory, got 9.31 GiB"):
-        require_memory(large)
-
-
-def test_a_plan_says_what_it_cannot_do():
+        bench_contenders.require_memory(large)
     choice = KernelChoice(find_kernel("flash_mla"), {"n": 3})
     with pytest.raises(Exception, match="expected a plan that takes n=3"):
         make_plan(choice, SMALL, "sm_90")

@@ -2,10 +2,10 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,8 @@ from mla_var3.bench.suites import SUITES
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError
 from tests.programs import run_program
-from tests.unit.bench.bench_support import (
-    AROUND,
-    PROBLEM,
-    FakeGpu,
-    FakeTimer,
-    fake_contender,
-    record,
-    row,
-)
+from tests.unit.bench import bench_support
+from tests.unit.bench.bench_support import FakeGpu, FakeTimer, fake_contender, record, row
 
 
 @pytest.fixture
@@ -84,24 +77,17 @@ def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
         """The process is gone."""
 
     def execv(program: str, arguments: list[str]) -> None:
-        assert program == sys.executable
-        starts.append(arguments)
+        assert program == sys.executable and arguments[:3] == ["python", "-m", "mla_var3.cli"]
+        starts.append(arguments[3:])
         raise Replaced
 
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "mla_var3.cli", *argv])
-    pending = list(argv)
-    for _ in range(10):
+    for number in range(2):  # the culprit breaks once at each of the two shapes
+        with pytest.raises(Replaced):
+            main([argv, *starts][number])
         gpu.dead, gpu.log[:] = False, []
-        try:
-            code = main(pending)
-        except Replaced:
-            assert starts[-1][:3] == ["python", "-m", "mla_var3.cli"]
-            pending = starts[-1][3:]
-        else:
-            break
-    assert code == 1
-    assert len(starts) == 2  # the culprit broke once at each of the two shapes
+    assert main(starts[1]) == 1
     rows = load_record(tmp_path / "sweep.json").rows
     assert names(rows, FAILED) == {"flash_attention"} and not names(rows, LOST)
     expected = {row.kernel for row in rows}
@@ -204,11 +190,8 @@ def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path):
 
 def test_pinned_choices_tell_rows_of_one_kernel_apart():
     entrants = [fake_contender("k", [], asked=pinned) for pinned in ({}, {"n": 4}, {"n": 8})]
-    rows = [
-        row("k", choices={"n": 4}),
-        row("k", choices={"n": 8}, asked={"n": 8}),
-        row("other", None, status=LOST),
-    ]
+    rows = [row("k", choices={"n": 4}), row("k", choices={"n": 8}, asked={"n": 8})]
+    rows.append(row("other", None, status=LOST))
     kept, waiting = split_case(entrants, rows)
     assert kept == rows[:2]
     assert [each.asked for each in waiting] == [{"n": 4}]
@@ -232,10 +215,9 @@ def test_a_contender_that_does_not_come_back_is_given_up():
 
     hang.calls = 0
     fakes = [fake_contender(name, []) for name in ("done", "hung", "next")]
-    measure_case(
-        PROBLEM, fakes, hang, AROUND, rounds=1,
-        release=lambda: None, healthy=lambda: True, watchdog=Watchdog(0.2, give_up),
-    )  # fmt: skip
+    around: Any = (bench_support.PROBLEM, fakes, hang, bench_support.AROUND)
+    options: Any = {"release": lambda: None, "healthy": lambda: True, "rounds": 1}
+    measure_case(*around, **options, watchdog=Watchdog(0.2, give_up))
     (rows,) = given_up  # once: the other two were in time
     assert [each.status for each in rows] == [OK, FAILED, LOST]
     assert rows[1].reason == "did not finish within 0.2 s"
@@ -268,21 +250,17 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path):
     root = Path(__file__).parents[3]
     argv = [sys.executable, str(program), "bench", "all", "--t=64", "--backends=cutile-dsl"]
     argv += ["--quick", "--patience=1", f"--out_dir={tmp_path}"]
-
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return run_program(
-            [*argv, *more], cwd=root, env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
-        )
-
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
+    run = partial(run_program, cwd=root, env=environment)
     path = tmp_path / "all.json"
-    first = run()
+    first = run(argv)
     assert first.returncode == -signal.SIGSEGV, first.stderr
     assert first.stderr.count("a new process continues from") == 1
     rows = {row.kernel: row for row in load_record(path).rows}
     assert rows["flash_attention"].reason == "did not finish within 1 s"
     assert (rows["flash_mla"].status, rows["flash_mla"].reason) == (FAILED, ENDED)
     assert rows["mla_var6_plus"].status == LOST
-    second = run("--resume", str(path))
+    second = run([*argv, "--resume", path])
     assert second.returncode == 1, second.stderr
     rows = {row.kernel: row for row in load_record(path).rows}
     bad = {name for name, row in rows.items() if row.status != OK}

@@ -53,6 +53,10 @@ BAD = {
     "plan --for_device=H200 --budget=9TiB": "budget: expected at most",
     "plan --for_device=H200 --prefix=512 --budget=9TiB": "budget: expected at most",
     "plan --budget=1GiB --groups=2": "groups: expected 1 without --prefix, got 2",
+    "plan --budget=1GiB --window_dtype=fp4": "window_dtype: expected fp8, got 'fp4'",
+    "plan --budget=1GiB --prefix=9 --dtype=fp8": "dtype: expected none of a window with --prefix",
+    "plan --budget=1GiB --prefix=9 --window_dtype=fp8": "window_dtype: expected none of a window",
+    "plan --budget=1GiB --for_device=B200 --prefix=9": "device: expected a GPU of compute cap",
     "plan --budget=1GiB --layers=0": "layers: expected a positive integer, got 0",
     "plan --budget=1GiB --dtype=fp4": "dtype: expected bfloat16 or float16 or fp8",
     "plan --budget=1GiB --for_device=H9": "unknown device 'H9'",
@@ -125,18 +129,15 @@ def test_one_line_names_the_argument(command, tmp_path, capsys):
     assert names == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("compare flash_mla flash_attention", "--static compares predictions"),
-        ("bench all --mode=measure", "expected a usable CUDA GPU"),
-        (
-            "choose --cache_dtype=fp8 --kernel=mla_var6_plus",
-            "does not support an 8-bit cache (fp8)",
-        ),
-        ("choose --kernel=mla_var6_plus --tree", "it does not support a tree of tokens"),
-    ],
-)
+IMPOSSIBLE = {
+    "compare flash_mla flash_attention": "--static compares predictions",
+    "bench all --mode=measure": "expected a usable CUDA GPU",
+    "choose --cache_dtype=fp8 --kernel=mla_var6_plus": "does not support an 8-bit cache (fp8)",
+    "choose --kernel=mla_var6_plus --tree": "it does not support a tree of tokens",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), IMPOSSIBLE.items())
 def test_what_is_not_possible_here_says_so(command, message, capsys):
     assert main(command.split()) == 1
     assert message in capsys.readouterr().err

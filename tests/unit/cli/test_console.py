@@ -1,6 +1,5 @@
 """How a command ends."""
 
-import subprocess
 import sys
 
 from mla_var3.cli import console
@@ -8,6 +7,7 @@ from mla_var3.cli.console import guarded
 from mla_var3.cli.main import main
 from mla_var3.errors import DeviceTimeoutError
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from tests.programs import run_program
 
 
 def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
@@ -15,30 +15,15 @@ def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
         "import sys; from mla_var3.cli.console import guarded, say; "
         "sys.exit(guarded(lambda: [say('x' * 200) for _ in range(5000)] and 0))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=package_environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert errors == ""
+    command = ["bash", "-c", '"$0" -c "$1" | head -1', sys.executable, code]
+    done = run_program(command, env=package_environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("xxx")
 
 
 def test_a_terminal_without_the_characters_gets_the_result(package_environment, tmp_path):
     code = "from mla_var3.cli.main import main; raise SystemExit(main(['plan', '--budget=2GiB']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**package_environment, "PYTHONIOENCODING": "ascii"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    environment = {**package_environment, "PYTHONIOENCODING": "ascii"}
+    done = run_program([sys.executable, "-c", code], env=environment, cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
     assert "written: " in done.stdout and " ?s" in done.stdout
 
@@ -49,17 +34,16 @@ def test_no_columns_are_no_reason_to_print_nothing(monkeypatch, capsys):
     assert "error: b: expected a positive integer, got 0" in capsys.readouterr().err
 
 
-def interrupted(note: str = "") -> int:
-    interrupt = KeyboardInterrupt()
-    if note:
-        interrupt.add_note(note)
-    raise interrupt
-
-
 def test_an_interrupt_tells_only_what_was_interrupted(capsys):
+    interrupt = KeyboardInterrupt()
+
+    def interrupted() -> int:
+        raise interrupt
+
     assert guarded(interrupted) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
-    assert guarded(lambda: interrupted("results so far are kept")) == 130
+    interrupt.add_note("results so far are kept")
+    assert guarded(interrupted) == 130
     assert capsys.readouterr().err == "error: interrupted; results so far are kept\n"
 
 

@@ -59,36 +59,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("argv", "gpu", "mode", "on_cpu", "check", "may_shrink"),
+    ("options", "gpu", "mode", "on_cpu", "check", "may_shrink"),
     [
-        ([], False, STATIC, True, True, True),
-        (["--check"], False, STATIC, True, True, True),
-        (["--device=cpu"], True, STATIC, True, True, True),
-        (["--device=cpu", "--check"], True, STATIC, True, True, False),
-        (["--target=sm_90"], False, STATIC, True, False, True),
-        (["--target=sm_90"], True, STATIC, False, False, False),
-        (["--target=sm_90", "--check"], False, STATIC, True, True, True),
-        (["--prof_type=static"], False, STATIC, True, False, True),
-        (["--prof_type=disabled", "--check"], False, DISABLED, True, False, True),
-        (["--prof_type=disabled", "--check", "--device=cpu"], False, DISABLED, True, False, False),
-        (["--prof_type=disabled", "--device=cpu"], False, DISABLED, True, False, False),
-        (["--prof_type=event"], True, EVENT, False, False, False),
-        (["--prof_type=event"], False, EVENT, True, False, False),
+        ("", False, STATIC, True, True, True),
+        ("--check", False, STATIC, True, True, True),
+        ("--device=cpu", True, STATIC, True, True, True),
+        ("--device=cpu --check", True, STATIC, True, True, False),
+        ("--target=sm_90", False, STATIC, True, False, True),
+        ("--target=sm_90", True, STATIC, False, False, False),
+        ("--target=sm_90 --check", False, STATIC, True, True, True),
+        ("--prof_type=static", False, STATIC, True, False, True),
+        ("--prof_type=disabled --check", False, DISABLED, True, False, True),
+        ("--prof_type=disabled --device=cpu", False, DISABLED, True, False, False),
+        ("--prof_type=event", True, EVENT, False, False, False),
+        ("--prof_type=event", False, EVENT, True, False, False),
     ],
 )
-def test_routes(argv, gpu, mode, on_cpu, check, may_shrink, machine):
+def test_routes(options, gpu, mode, on_cpu, check, may_shrink, machine):
     machine.gpu = gpu
-    route = kernel.choose_route(read(FakePlan(), *argv), gpu)
-    assert (route.mode, route.on_cpu, route.check) == (mode, on_cpu, check)
-    assert route.may_shrink == may_shrink
-
-
-def test_tiling_options_on_a_gpu_need_no_autotune():
-    with pytest.raises(console.UsageError, match="--Bm: expected together with --no_autotune"):
-        kernel.choose_route(read(FakePlan(), "--Bm=32"), has_gpu=True)
-    for argv in (["--no_autotune"], ["--target=sm_90"], ["--device=cpu"], ["--prof_type=static"]):
-        kernel.choose_route(read(FakePlan(), "--Bm=32", *argv), has_gpu=True)
-    kernel.choose_route(read(FakePlan(), "--Bm=32"), has_gpu=False)
+    route = kernel.choose_route(read(FakePlan(), *options.split()), gpu)
+    found = (route.mode, route.on_cpu, route.check, route.may_shrink)
+    assert found == (mode, on_cpu, check, may_shrink)
+    if (mode is STATIC and options) or not gpu:  # else tiling options need --no_autotune
+        kernel.choose_route(read(FakePlan(), "--Bm=32", *options.split()), gpu)
 
 
 def test_a_given_tiling_stays_although_it_equals_the_default(monkeypatch):
@@ -167,9 +160,11 @@ def test_a_failed_check_is_exit_code_1(machine, capsys):
         (["--language=cute-dsl"], 2, "this is the cutile-dsl kernel"),
         (["--target=sm_90", "--prof_type=event"], 2, "--target: only for --prof_type=static"),
         (["--device=cuda"], 1, "expected a usable CUDA GPU"),
+        (["--Bm=32"], 2, "--Bm: expected together with --no_autotune"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(argv, code, message, machine, capsys):
+    machine.gpu = argv == ["--Bm=32"]
     assert kernel.run_plan(FakePlan(), argv) == code
     err = capsys.readouterr().err
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
@@ -213,8 +208,8 @@ def test_wrong_names(argv, message, capsys):
 
 def test_the_entry_points_take_a_version(machine, capsys):
     package = "mla_var3.kernel.cutile.mla.flash_mla"
-    assert kernel.main_for_design(package, ["v0", "--target=sm_90"]) == 0
-    assert kernel.main_for_design(package, ["base", "--target=sm_90"]) == 0
+    for version in ("v0", "base"):
+        assert kernel.main_for_design(package, [version, "--target=sm_90"]) == 0
     assert [plan.name for plan, _, _ in machine.profiled] == ["flash_mla", "flash_mla"]
     assert kernel.main_for_design(package, ["v77"]) == 2
     assert "v0 is the base version" in capsys.readouterr().err

@@ -15,14 +15,8 @@ from mla_var3.op.mla.window.formats import FP8
 from mla_var3.runtime.paths import output_root
 
 H200 = ["plan", "--for_device=H200", "--s=32"]
-FILES = {
-    "plan.json",
-    "plan.md",
-    "time-against-n.png",
-    "time-against-n.svg",
-    "time-against-memory.png",
-    "time-against-memory.svg",
-}
+FILES = {"plan.json", "plan.md"}
+FILES |= {f"time-against-{name}.{kind}" for name in ("n", "memory") for kind in ("png", "svg")}
 
 
 @pytest.fixture
@@ -34,23 +28,14 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_says_that_it_predicts_and_from_what(capsys, no_plots):
     assert main([*H200, "--s=64", "--budget=1GiB"]) == 0
     out = capsys.readouterr().out
-    assert "keep nothing decompressed: " in out and "steady call time per layer" in out
     for words in (
-        "predicted for NVIDIA H200",
-        "These are predictions, not measurements",
-        "Fitted to measured times: latent_tflops_per_sm",
-        "2026-11-15-nvidia-h200-mix-rows.json",
-        "assumed",
-        "chosen",
-        "over budget",
-        "per layer would allow",
+        "keep nothing decompressed: ", "steady call time per layer", "predicted for NVIDIA H200",
+        "These are predictions, not measurements", "assumed", "chosen", "over budget",
+        "Fitted to measured times: latent_tflops_per_sm", "2026-11-15-nvidia-h200-mix-rows.json",
         "8-bit latent cache without a window, flash_mla, burst call time: ",
-        " with fp8_per_token, ",
-    ):
+        " with fp8_per_token, ", "per layer would allow",
+    ):  # fmt: skip
         assert words in out, words
-
-
-def test_without_a_fit_it_says_so(capsys, no_plots):
     assert main(["plan", "--for_device=B200", "--s=32", "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
     assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no mix was timed" in out
@@ -97,12 +82,9 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     assert plan["chosen"]["n"] == expected.chosen.n and plan["layers"] == 61
     assert plan["form"]["name"] == "fp8" and plan["problem"]["dtype"] == "bfloat16"
     same = [*argv[:-2], "--dtype=bfloat16", "--window_dtype=fp8", "--json"]
-    assert main(same) == 0
-    assert json.loads(capsys.readouterr().out) == plan
-    assert main([*same, "--window_dtype=fp4"]) == 2
-    assert "window_dtype: expected fp8, got 'fp4'" in capsys.readouterr().err
-    assert main([*argv, f"--out_dir={tmp_path / 'kept'}"]) == 0
-    assert json.loads(capsys.readouterr().out) == plan
+    for again in (same, [*argv, f"--out_dir={tmp_path / 'kept'}"]):
+        assert main(again) == 0
+        assert json.loads(capsys.readouterr().out) == plan
     assert (tmp_path / "kept" / "plan.json").is_file()
 
 
@@ -132,16 +114,10 @@ def test_a_shared_prefix_is_planned_by_what_it_gains(capsys, tmp_path):
     assert main([*argv, "--budget=9GiB", "--groups=2", "--json"]) == 0
     grouped = json.loads(capsys.readouterr().out)["ways"]["decompressed"]
     assert grouped["copy_bytes"] == 2 * ways["decompressed"]["copy_bytes"]
-    assert main([*argv, "--budget=2GiB", "--dtype=fp8"]) == 2
-    assert "dtype: expected none of a window with --prefix, got fp8" in capsys.readouterr().err
-    assert main([*argv, "--budget=2GiB", "--window_dtype=fp8"]) == 2
-    assert "window_dtype: expected none of a window with" in capsys.readouterr().err
     assert main(["plan", "--for_device=H100", *sizes, "--budget=2GiB"]) == 0
     assert list(output_root().glob("plan/*/plan.json"))
     out = capsys.readouterr().out
     assert "no advice: no kernel was timed on NVIDIA H100" in out and "chosen" not in out
-    assert main(["plan", "--for_device=B200", *sizes, "--budget=2GiB"]) == 2
-    assert "device: expected a GPU of compute capability 9.0" in capsys.readouterr().err
 
 
 def test_the_examples_of_the_page_run(repo_root, capsys):

@@ -9,12 +9,9 @@ from mla_var3.conf.models import Widths, models, read_config
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 
 DEEPSEEK = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "num_attention_heads": 128,
-}
+}  # fmt: skip
 OPENPANGU = {
     "attention_kv_lora_dim": 512, "attention_qk_dim": 128, "attention_qk_rope_dim": 64,
     "attention_v_dim": 128, "num_attention_heads": 128,
@@ -79,12 +76,13 @@ def test_a_config(tmp_path, config, widths, heads):
         ("{", "expected a readable config.json, got Expecting"),
         ("[]", "expected a JSON object, got list"),
         ('{"num_attention_heads": 32}', "kv_lora_rank: expected an integer, .* got nothing"),
-        (json.dumps({**DEEPSEEK, "v_head_dim": "x"}), "v_head_dim: expected an integer >= 1"),
+        *((json.dumps({**DEEPSEEK, key: value}), f"{key}: expected an integer >= .*, got ")
+          for key in DEEPSEEK for value in ("x", [64], 64.5, -1, True)),
         (json.dumps({**DEEPSEEK, "num_attention_heads": 0}), "num_attention_heads: .*, got 0"),
         (json.dumps({**DEEPSEEK, "v_head_dim": None}), "v_head_dim: .* got nothing"),
         (None, "expected a readable config.json"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_is_not_that_of_an_mla_model(tmp_path, text, message):
     path = tmp_path / "config.json"
     if text is not None:

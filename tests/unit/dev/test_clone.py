@@ -41,12 +41,14 @@ print(json.dumps({"codes": codes, "plans": plans}))
 """
 
 
+SKIP = shutil.ignore_patterns("__pycache__")
+
+
 @pytest.fixture
 def tree(tmp_path: Path, source_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the kernels' base versions that the commands of a test work on."""
     root = tmp_path / "package"
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source_root / "kernel", root / "kernel", ignore=skip)
+    shutil.copytree(source_root / "kernel", root / "kernel", ignore=SKIP)
     for kernel in KERNELS:
         if kernel.number:  # their numbers are free for the tests
             shutil.rmtree(root / version_folder(kernel).relative_to(source_root))
@@ -66,8 +68,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package in a checkout of its own, with the script."""
     root = tmp_path_factory.mktemp("checkout")
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=skip)
+    shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=SKIP)
     shutil.copy(repo_root / "pyproject.toml", root)
     (root / "scripts").mkdir()
     shutil.copy(repo_root / "scripts" / "clone-kernel.py", root / "scripts")
@@ -75,11 +76,8 @@ def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_clone_and_its_clone_work(checkout, package_environment, tmp_path):
-    done = run_program(
-        [sys.executable, "-c", CLONE_ALL],
-        cwd=tmp_path,
-        env={**package_environment, "PYTHONPATH": str(checkout / "src")},
-    )
+    environment = {**package_environment, "PYTHONPATH": str(checkout / "src")}
+    done = run_program([sys.executable, "-c", CLONE_ALL], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["plans"]) == len(KERNELS) + len(BASES) > 0
@@ -89,18 +87,14 @@ def test_every_clone_and_its_clone_work(checkout, package_environment, tmp_path)
 
     # Longer names may push a docstring over the line length; the author wraps it.
     for command in (["format"], ["check", "--fix", "--ignore=E501"], ["format", "--check"]):
-        ruff = run_program(
-            [sys.executable, "-m", "ruff", *command, "--no-cache", "src/mla_var3/kernel"],
-            cwd=checkout,
-        )
+        words = [sys.executable, "-m", "ruff", *command, "--no-cache", "src/mla_var3/kernel"]
+        ruff = run_program(words, cwd=checkout)
         assert ruff.returncode == 0, ruff.stdout + ruff.stderr
 
 
 def test_the_script_works_on_its_own_checkout(checkout, tmp_path):
-    done = run_program(
-        [sys.executable, checkout / "scripts" / "clone-kernel.py", "flash_mla", "v990"],
-        cwd=tmp_path,
-    )
+    script = checkout / "scripts" / "clone-kernel.py"
+    done = run_program([sys.executable, script, "flash_mla", "v990"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = checkout / "src" / "mla_var3" / MLA / "flash_mla" / "flash_mla_v990"
     assert str(folder) in done.stdout
@@ -184,9 +178,8 @@ def test_the_command(tree, capsys):
         (["flash_mla"], "required: version"),
     ):
         assert main(["clone", *argv]) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err
-        assert captured.err.count("\n") == 1 and captured.out == ""
+        out, err = capsys.readouterr()
+        assert message in err and err.count("\n") == 1 and out == ""
     assert snapshot(tree) == before
 
 

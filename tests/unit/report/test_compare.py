@@ -25,15 +25,8 @@ SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
 
 
 def figures(name: str, time_us: float | None, **extra: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "time_us": time_us,
-        "spread_us": None if time_us is None else 0.5,
-        "flops": 1e9,
-        "bytes": 1e6,
-        "predicted_us": 80.0,
-        "extra": extra,
-    }
+    times = {"time_us": time_us, "spread_us": time_us and 0.5, "predicted_us": 80.0}
+    return {"name": name, **times, "flops": 1e9, "bytes": 1e6, "extra": extra}
 
 
 def record(
@@ -48,10 +41,7 @@ def record(
     **params: Any,
 ) -> dict[str, Any]:
     return {
-        "kernel": kernel,
-        "language": language,
-        "prof_type": mode,
-        "device": device,
+        **{"kernel": kernel, "language": language, "prof_type": mode, "device": device},
         "params": {**SIZES, "dtype": "bfloat16", "lengths": None, "n": 512, "seed": None, **params},
         "total": figures(kernel, time_us, **(extra or {})),
         "stages": [figures(n, t) for n, t in (stages or {kernel: time_us or 0.0}).items()],
@@ -132,9 +122,6 @@ def test_other_problems_and_devices_are_refused_by_name():
     forced = compare([run(), *others], force=True)
     assert len(forced.forced) == 2 and "compared by force" in comparison_markdown(forced)
     assert compare([run(), run("x_v2", 90.0, n=1024, seed=3)]).forced == []  # choices may differ
-
-
-def test_a_sliding_window_is_another_problem():
     with pytest.raises(UnsupportedError, match="sliding_window None against 512"):
         compare([run(), run("flash_mla", 20.0, sliding_window=512)])
     with pytest.raises(UnsupportedError, match="sliding_window 512 against None"):
@@ -165,12 +152,12 @@ def test_missing_stages_and_figures_are_dashes():
 
 
 def test_equal_labels_are_told_apart():
-    labels = [r.label for r in compare([run(), run(), run("v", mode="nsys")]).runs]
-    assert labels == ["mla_var6_plus #1", "mla_var6_plus #2", "v"]
-    labels = [r.label for r in compare([run(), run(mode="nsys")]).runs]
-    assert labels == ["mla_var6_plus event", "mla_var6_plus nsys"]
-    labels = [r.label for r in compare([run(), run(language="cute-dsl")]).runs]
-    assert labels == ["mla_var6_plus cutile-dsl", "mla_var6_plus cute-dsl"]
+    for others, labels in (
+        ([run(), run("v", mode="nsys")], ["mla_var6_plus #1", "mla_var6_plus #2", "v"]),
+        ([run(mode="nsys")], ["mla_var6_plus event", "mla_var6_plus nsys"]),
+        ([run(language="cute-dsl")], ["mla_var6_plus cutile-dsl", "mla_var6_plus cute-dsl"]),
+    ):
+        assert [r.label for r in compare([run(), *others]).runs] == labels
 
 
 def test_the_command_compares_folders(saved, tmp_path, monkeypatch, capsys):
