@@ -114,10 +114,7 @@ def shape_groups(rows: Sequence[BenchRow]) -> list[ShapeGroup]:
     found: dict[tuple[MlaProblem, str, str], list[BenchRow]] = {}
     for row in rows:
         found.setdefault((row.problem, row.device, row.kind), []).append(row)
-    return [
-        ShapeGroup(problem, device, kind, tuple(group))
-        for (problem, device, kind), group in found.items()
-    ]
+    return [ShapeGroup(*key, tuple(group)) for key, group in found.items()]
 
 
 def row_speedups(rows: Sequence[BenchRow]) -> dict[int, float]:
@@ -289,17 +286,13 @@ def doubts(rows: Sequence[BenchRow]) -> list[str]:
         for row in group.timed:
             least = limit_us(row)
             if least is not None and row.time_us and row.time_us < least:
-                found.append(
-                    f"{row.label}, {group.title}: {row.time_us:.1f} µs is below the "
-                    f"{least:.1f} µs that the vendor's peak rates allow"
-                )
+                why = f"is below the {least:.1f} µs that the vendor's peak rates allow"
+                found.append(f"{row.label}, {group.title}: {row.time_us:.1f} µs {why}")
         for ours in filter(None, (group.best_ours, group.best_eight_bit)):
             ratio = group.speedup(ours)
             if ratio is not None and ratio > LARGE_WIN:
-                found.append(
-                    f"{ours.label}, {group.title}: {ratio:.2f}x as fast as the best peer; "
-                    "a win of this size needs an explanation"
-                )
+                why = "as fast as the best peer; a win of this size needs an explanation"
+                found.append(f"{ours.label}, {group.title}: {ratio:.2f}x {why}")
     return found
 
 

@@ -20,17 +20,12 @@ from mla_var3.op.cost import Cost
 from mla_var3.op.mla import cost as costs
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, latent_shared_cost
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime import workflow
 from mla_var3.runtime.markdown import byte_count
 from mla_var3.runtime.paths import plan_class, split_full_name
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.workflow import (
-    Progress,
-    RunOptions,
-    current_device_spec,
-    no_progress,
-    prepare,
-)
+from mla_var3.runtime.workflow import Progress, RunOptions, no_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,13 +42,8 @@ SEED = 1
 PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
 """Inputs, outputs and the float32 reference of the check, relative to the bytes a kernel moves."""
-MISSING_PROJECTIONS: dict[str, tuple[str, ...]] = {
-    record.LATENT: (record.QUERY_PROJECTION, record.OUTPUT_PROJECTION),
-    record.MIX: (record.QUERY_PROJECTION,),
-    record.DECOMPRESSED: (),
-    record.CALL: (),
-}
-"""Path -> the projections that its kernels do not do."""
+MISSING_PROJECTIONS = {record.LATENT: 2, record.MIX: 1, record.DECOMPRESSED: 0, record.CALL: 0}
+"""Path -> how many of the projections its kernels do not do, that of the queries first."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +130,7 @@ def kernel_contender(
             require_memory(plan)
         options = RunOptions(device=device, autotune=tune is not None, progress=progress)
         with tune.spend(options) if tune else nullcontext():
-            prepared = prepare(plan, options)
+            prepared = workflow.prepare(plan, options)
         stage = prepared.stage
 
         def check() -> float:
@@ -389,8 +379,7 @@ def contenders(
         found.append(prefix_contender(problem, case.shared))
     if libraries is not None:
         found += [peer_contender(name, problem, libraries, references) for name in case.peers]
-    projections = (record.QUERY_PROJECTION, record.OUTPUT_PROJECTION)
-    return found + [projection_contender(name, problem) for name in projections]
+    return found + [projection_contender(name, problem) for name in record.PROJECTIONS]
 
 
 def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:
@@ -403,21 +392,15 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
         del sizes["v"]
     wanted = {**sizes, **choice.fields}
     defaults = MlaProblem(b=1, s=1, t=1, h=1)
-    missing = [
-        f"{key}={value}"
-        for key, value in wanted.items()
-        if key not in fields and value != getattr(defaults, key, None)
-    ]
-    if missing:
-        raise UnsupportedError(
-            f"{name}: expected a plan that takes {', '.join(missing)}, "
-            f"got the fields {', '.join(sorted(fields))}"
-        )
+    extra = {key: value for key, value in wanted.items() if key not in fields}
+    odd = [f"{k}={value}" for k, value in extra.items() if value != getattr(defaults, k, None)]
+    if odd:
+        got = f"got the fields {', '.join(sorted(fields))}"
+        raise UnsupportedError(f"{name}: expected a plan that takes {', '.join(odd)}, {got}")
     targets = getattr(cls, "targets", None)
     if targets is not None and target not in targets:
-        raise UnsupportedError(
-            f"{name}: expected one of its targets {', '.join(targets)}, got {target}"
-        )
+        known = ", ".join(targets)
+        raise UnsupportedError(f"{name}: expected one of its targets {known}, got {target}")
     if "seed" in fields:
         wanted["seed"] = SEED
     try:
@@ -434,7 +417,7 @@ def require_memory(plan: KernelPlan) -> None:
     import torch
 
     free, _ = torch.cuda.mem_get_info()
-    spec = current_device_spec()
+    spec = workflow.current_device_spec()
     rates = spec.burst_rates(plan_dtype(plan))
     need = MEMORY_FACTOR * plan.on_device(spec).plan_empty(*rates).cost().bytes
     if need > free:

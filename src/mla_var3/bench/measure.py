@@ -213,7 +213,8 @@ def with_projections(rows: Sequence[BenchRow]) -> list[BenchRow]:
     for row in rows:
         total: float | None = None
         if row.status == record.OK and row.path in MISSING_PROJECTIONS:
-            needed = [times.get(name) for name in MISSING_PROJECTIONS[row.path]]
+            missing = record.PROJECTIONS[: MISSING_PROJECTIONS[row.path]]
+            needed = [times.get(name) for name in missing]
             known = [time_us for time_us in needed if time_us is not None]
             total = sum(known) if len(known) == len(needed) else None
         found.append(replace(row, projections_us=total))

@@ -91,13 +91,10 @@ def group_rows(group: ShapeGroup) -> list[BenchRow]:
     return timed + projections
 
 
-def _has_eight_bit(group: ShapeGroup) -> bool:
-    return any(row.eight_bit for row in group.timed)
-
-
 def headers(group: ShapeGroup) -> tuple[str, ...]:
     """The columns of the table of a shape."""
-    return (*HEADERS, EIGHT_BIT_HEADER) if _has_eight_bit(group) else HEADERS
+    eight_bit = any(row.eight_bit for row in group.timed)
+    return (*HEADERS, EIGHT_BIT_HEADER) if eight_bit else HEADERS
 
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
@@ -107,7 +104,7 @@ def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
     last = ("-", versus) if row.eight_bit else (versus, "-")
     # A call has no kernel time of its own; its label names the kernel that it chose.
     is_call = row.path == CALL
-    return (
+    found = (
         row.label + (f" = {row.note.partition(':')[0]}" if is_call else ""),
         number(row.call_us, 4),
         "-" if is_call else number(row.time_us, 4),
@@ -116,8 +113,9 @@ def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
         number(row.gbps, 4),
         "-" if not limit or not row.time_us else f"{100 * limit / row.time_us:.0f} %",
         "-" if row.error is None else f"{row.error:.1e}",
-        *(last if _has_eight_bit(group) else (versus,)),
+        *last,
     )
+    return found[: len(headers(group))]
 
 
 def headline(group: ShapeGroup) -> str:

@@ -229,8 +229,7 @@ def _over_n(figure: Any, rows: Sequence[BenchRow]) -> None:
             model = _model_line(own, spec)
             axis.plot(*zip(*model, strict=True), linewidth=0.8, linestyle=":", color=colour)
     label = f"{word(data.kind)}kernel time, µs"
-    axis.set(xlabel="decompressed tokens per request, n", ylabel=label)
-    axis.set_ylim(bottom=0)
+    axis.set(xlabel="decompressed tokens per request, n", ylabel=label, ylim=(0, None))
     _finish(figure, axis, f"{data.title} on {data.device}", len(data.series))
 
 
@@ -338,13 +337,11 @@ def new_figure(width: float, height: float) -> Iterator[Any]:
 
 def save_figure(figure: Any, path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write a figure in each format; `path` has no suffix."""
-    written = []
-    for suffix in formats:
-        file = path.with_name(f"{path.name}.{suffix}")
+    written = [path.with_name(f"{path.name}.{suffix}") for suffix in formats]
+    for file, suffix in zip(written, formats, strict=True):
         # Without a date, two plots of the same figures are the same file.
         metadata = {"Date": None} if suffix == "svg" else {}
         content = io.BytesIO()
         figure.savefig(content, format=suffix, dpi=_DPI, metadata=metadata)
         write_atomic(file, content.getvalue())
-        written.append(file)
     return written

@@ -28,7 +28,7 @@ OURS, PEER, PROJECTION = "ours", "peer", "projection"
 LATENT, DECOMPRESSED, MIX, CALL = "latent", "decompressed", "mix", "call"
 MEASURED, PREDICTED = "measured", "predicted"
 OK, ABSENT, FAILED, LOST = "ok", "absent", "failed", "lost"
-QUERY_PROJECTION, OUTPUT_PROJECTION = "query projection", "output projection"
+PROJECTIONS = QUERY_PROJECTION, OUTPUT_PROJECTION = "query projection", "output projection"
 
 EIGHT_BIT = {("mla_var6_plus_v5", "cute-dsl"), ("mla_var6_plus_v2", "cute-dsl")}
 """(kernel, language) with an 8-bit window: a larger error, so never ranked with the others."""

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.bench import record as records
 from mla_var3.bench import suites
 from mla_var3.bench.analysis import row_speedups
 from mla_var3.bench.contribute import FILE_NAME, contribution
@@ -18,14 +19,7 @@ from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE, predict_case
-from mla_var3.bench.record import (
-    BenchRecord,
-    circumstances,
-    csv_text,
-    load_record,
-    merge_records,
-    save_record,
-)
+from mla_var3.bench.record import BenchRecord, load_record, save_record
 from mla_var3.bench.regression import Regression, compare_records
 from mla_var3.bench.session import SessionOptions, measure, unique_rows
 from mla_var3.bench.suites import Case
@@ -185,7 +179,7 @@ def run_bench(options: BenchOptions) -> BenchResult:
     folder = folder or paths.output_root() / "bench" / name / paths.timestamp()
     missing: dict[str, str] = {}
     if options.records:
-        record = merge_records(load_record(path) for path in options.records)
+        record = records.merge_records(load_record(path) for path in options.records)
     else:
         cases, missing = build_cases(options)
         cases = chosen_shapes(cases, options.shapes)
@@ -282,7 +276,7 @@ def _predict(record: BenchRecord, cases: Sequence[Case], options: BenchOptions) 
     spec = device_spec(options.predict_for) if options.predict_for else planning_device()
     record.notes = [NOTE]
     record.settings = {"predicted for": spec.name}
-    around = circumstances(record.environment, spec.name)
+    around = records.circumstances(record.environment, spec.name)
     for done, case in enumerate(cases):
         options.progress("predictions", done, len(cases), "")
         rows = unique_rows(predict_case(case, spec, around))
@@ -302,7 +296,7 @@ def _write(
     files = {kind: folder / f"{name}.{suffix}" for kind, suffix in suffixes.items()}
     make_folder(folder)
     save_record(record, files["json"])
-    write_atomic(files["csv"], csv_text(record, row_speedups(record.rows)))
+    write_atomic(files["csv"], records.csv_text(record, row_speedups(record.rows)))
     plots = draw_plots(record, folder)
     write_atomic(files["markdown"], markdown_page(record, plots, regression))
     write_atomic(files["html"], html_page(record, plots, regression))

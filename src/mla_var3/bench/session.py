@@ -18,17 +18,9 @@ from typing import Any
 
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
+from mla_var3.bench import record as records
 from mla_var3.bench.contenders import Contender, TuneBudget
-from mla_var3.bench.record import (
-    FAILED,
-    LOST,
-    BenchRecord,
-    BenchRow,
-    circumstances,
-    load_record,
-    row_key,
-    save_record,
-)
+from mla_var3.bench.record import FAILED, LOST, BenchRecord, BenchRow
 from mla_var3.bench.suites import Case
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.measure import cuda_is_healthy
@@ -88,17 +80,16 @@ def measure(
         "seconds per timing": options.max_seconds,
         "tilings": "tuned" if options.tune else "default",
     }
-    budget = None
+    budget, earlier = None, []
     if options.tune:
         budget = TuneBudget(sum(len(case.kernels) for case in cases), options.tune_seconds)
-        if options.tune_seconds is not None:
-            record.settings["seconds of tuning"] = options.tune_seconds
-    earlier = []
+    if options.tune and options.tune_seconds is not None:
+        record.settings["seconds of tuning"] = options.tune_seconds
     if options.resume:
         earlier = resumable_rows(options.resume, record.suite, spec.name, record.settings)
     wanted = {peer_kernel(name).library for case in cases for name in case.peers}
     libraries = PeerLibraries(options.peer_libs, wanted) if wanted else None
-    around = circumstances(record.environment, spec.name)
+    around = records.circumstances(record.environment, spec.name)
     timer = bench_measure.gpu_timer(options.max_seconds)
     bench_measure.warm_up()
     agenda, results = [], []
@@ -118,7 +109,7 @@ def measure(
     def store(place: int, rows: list[BenchRow]) -> None:
         results[place] = rows
         record.rows = [row for group in results for row in group]
-        save_record(record, save)
+        records.save_record(record, save)
 
     def keep(place: int, rows: Sequence[BenchRow]) -> None:
         kept = agenda[place][1]
@@ -130,12 +121,11 @@ def measure(
             continue
         own = results[place]
         hooks: dict[str, Any] = {"progress": progress, "checkpoint": partial(keep, place)}
+        hooks["rounds"] = options.rounds
         if options.on_lost is not None:
             hooks["watchdog"] = _watchdog(options, hooks["checkpoint"], save)
         try:
-            rows = bench_measure.measure_case(
-                problem, waiting, timer, around, rounds=options.rounds, **hooks
-            )
+            rows = bench_measure.measure_case(problem, waiting, timer, around, **hooks)
         except BaseException:  # interrupted: the contender that was running is not to blame
             store(place, own)
             log.warning("%s holds the finished shapes; --resume continues it", save)
@@ -167,14 +157,14 @@ def _watchdog(
 
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """The rows without repetitions: the model may choose an n that the suite pins as well."""
-    return list({row_key(row): row for row in rows}.values())
+    return list({records.row_key(row): row for row in rows}.values())
 
 
 def resumable_rows(
     path: Path, suite: str, device: str, settings: Mapping[str, Any]
 ) -> list[BenchRow]:
     """The rows of an interrupted run, which has to go on with the same settings for all rows."""
-    record = load_record(path)
+    record = records.load_record(path)
     old = record.settings
     others = ", ".join(name for name in record.devices if name != device)
     differ = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]

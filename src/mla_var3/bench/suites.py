@@ -14,13 +14,8 @@ from mla_var3.conf.models import models
 from mla_var3.errors import UnknownNameError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.problem import MlaProblem, require_int
-from mla_var3.runtime.paths import (
-    LANGUAGES,
-    KernelId,
-    current_name,
-    discover_kernels,
-    split_full_name,
-)
+from mla_var3.runtime import paths
+from mla_var3.runtime.paths import LANGUAGES, KernelId, current_name, split_full_name
 
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
@@ -166,7 +161,7 @@ def comparable(kernels: Iterable[KernelId]) -> list[KernelId]:
 
 def mla_kernels() -> list[KernelId]:
     """All kernels of the MLA layer, in both languages."""
-    return [kernel for kernel in discover_kernels() if kernel.layer == LAYER]
+    return [kernel for kernel in paths.discover_kernels() if kernel.layer == LAYER]
 
 
 def newest(kernels: Iterable[KernelId]) -> list[KernelId]:

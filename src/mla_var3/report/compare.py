@@ -303,29 +303,19 @@ def comparison_markdown(result: Comparison) -> str:
 def comparison_data(result: Comparison) -> dict[str, Any]:
     """The comparison, JSON-ready."""
     labels = [run.label for run in result.runs]
-    return {
-        "baseline": labels[0],
-        "runs": [
-            {
-                **{name: getattr(run, name) for name in ("label", "kernel", "mode", "device")},
-                "params": dict(run.params),
-                "clocks_locked": run.clocks,
-                "folder": None if run.folder is None else str(run.folder),
-            }
-            for run in result.runs
-        ],
-        "metrics": [
-            {
-                "stage": row.where,
-                "metric": row.metric,
-                "values": dict(zip(labels, row.values, strict=True)),
-                "change_percent": {labels[i]: row.change(i) for i in range(1, len(labels))},
-            }
-            for row in result.rows
-        ],
-        "forced": result.forced,
-        "remarks": result.remarks,
-    }
+    runs, metrics = [], []
+    for run in result.runs:
+        same = {name: getattr(run, name) for name in ("label", "kernel", "mode", "device")}
+        folder = None if run.folder is None else str(run.folder)
+        more = {"params": dict(run.params), "clocks_locked": run.clocks, "folder": folder}
+        runs.append({**same, **more})
+    for row in result.rows:
+        values = dict(zip(labels, row.values, strict=True))
+        changes = {label: row.change(index) for index, label in enumerate(labels) if index}
+        what = {"stage": row.where, "metric": row.metric}
+        metrics.append({**what, "values": values, "change_percent": changes})
+    found = {"baseline": labels[0], "runs": runs, "metrics": metrics}
+    return {**found, "forced": result.forced, "remarks": result.remarks}
 
 
 def comparison_plot(result: Comparison, path: Path) -> list[Path]:

@@ -279,14 +279,10 @@ def _predict(job: _Job, step: Step) -> None:
         for kernel, estimates in shown.predictions.items()
     }
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    job.result.plots += line_plot(
-        series,
-        job.folder / "crossover",
-        title=f"{shown.device}, {sizes}",
-        x_label="query tokens per request, s",
-        y_label=f"predicted {shown.heading}, µs",
-        log=True,
-    )
+    labels: dict[str, Any] = {"title": f"{shown.device}, {sizes}"}
+    labels |= {"x_label": "query tokens per request, s"}
+    labels |= {"y_label": f"predicted {shown.heading}, µs"}
+    job.result.plots += line_plot(series, job.folder / "crossover", log=True, **labels)
     step.text = f"{_prediction_markdown(sweeps)}\n![crossover](crossover.png)\n"
     step.data = [entry.to_dict() for entry in sweeps]
     step.summary = f"{len(sweeps)} devices, s from {lengths[0]} to {lengths[-1]}"

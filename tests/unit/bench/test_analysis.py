@@ -213,8 +213,5 @@ def test_a_plot_that_cannot_be_drawn_says_why(tmp_path):
     unknown = drawn(tmp_path, row(device="NVIDIA Nothing"))
     assert unknown["roofline"].missing == "NVIDIA Nothing is not in the device table"
     assert unknown["kernels"].files
-
-
-def test_colours():
     names = ["flash_mla", "flash_attention", "FlashMLA", "FlashInfer", "flash_mla_v2", "x", "y"]
     assert len({series_colour(name, names) for name in names}) == len(names)

@@ -70,11 +70,8 @@ def test_special_versions_take_part_only_by_name():
     kernels = suites.mla_kernels()
     special = {k for k in kernels if (k.full_name, k.language) in suites.SPECIAL}
     assert {k.full_name for k in special} == {"mla_var6_plus_v5", "mla_var6_plus_v6"}
-    for chosen in (
-        suites.comparable(kernels),
-        suites.newest(kernels),
-        *(suites.select_kernels([word], kernels) for word in ("all", "latest", "mla_var6_plus")),
-    ):
+    for word in ("all", "latest", "mla_var6_plus"):
+        chosen = suites.select_kernels([word], kernels)
         assert chosen and not set(chosen) & special
     assert special & set(suites.select_kernels(["mla_var6_plus_v5"], kernels))
     # Their old numbers, where no other language has them.
@@ -88,9 +85,8 @@ def test_the_mix_stands_beside_both_pure_paths():
         names = [choice.kernel.full_name for choice in case.kernels]
         assert names[:3] == ["mla_var6_plus", "flash_mla", "flash_attention"]
         assert case.peers == ("fa3_qv", "fa3")
-    with_8_bits = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v5"]
-    assert with_8_bits
-    assert all(case.kernels[-1].fields == {"n": case.problem.t} for case in with_8_bits)
+    eight_bit = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v5"]
+    assert eight_bit and all(c.kernels[-1].fields == {"n": c.problem.t} for c in eight_bit)
     assert tuple(getattr(shared.problem, name) for name in "bsth") == suites.PREFIX_SHAPE
     assert shared.kernels[0].fields == {"prefix": suites.PREFIX}
     assert shared.peers == ("fa3_qv",)
@@ -154,7 +150,7 @@ def test_the_figures_have_their_shapes_newest_versions_and_a_mix_without_a_windo
 def test_all_takes_every_version_at_one_shape(monkeypatch):
     monkeypatch.setattr(suites, "mla_kernels", lambda: list(MANY))
     (case,) = cases_of("all", sizes={"t": (512,)})
-    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
+    assert case.problem == replace(suites.COMMON, t=512)
     assert [choice.kernel for choice in case.kernels] == sorted(MANY)
     assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
 

@@ -41,6 +41,8 @@ def test_the_keys_of_the_specification():
     spec = device_spec("NVIDIA GeForce RTX 5090")
     assert spec.peak_rates("float16") == spec.peak_rates("bfloat16") == (209.5, 1792.0)
     assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == (2407, 14001)
+    for spec, bits in ((device_spec("RTX 5090"), 512), (device_spec("H100"), 5120)):  # of the bus
+        assert spec["mem_clock_MHz"] * 2 * bits / 8 / 1e3 == pytest.approx(spec.peak_gbps, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -172,12 +174,6 @@ def test_wrong_value_names_device_and_key(table, use, key, field, value, message
     with pytest.raises(InvalidArgumentError) as error:
         load_devices(use(table))
     assert "NVIDIA B200: " in str(error.value) and message in str(error.value)
-
-
-def test_memory_clock_gives_the_bandwidth_where_the_bus_is_known():
-    for name, bits in (("RTX 5090", 512), ("H100", 5120)):
-        spec = device_spec(name)
-        assert spec["mem_clock_MHz"] * 2 * bits / 8 / 1e3 == pytest.approx(spec.peak_gbps, rel=1e-3)
 
 
 def test_the_table_cannot_be_changed_by_a_caller():

@@ -126,22 +126,19 @@ def test_bad_sizes_and_an_interrupt_leave_no_empty_folder(runtime, tmp_path, mon
 def test_a_failed_step_is_reported_and_the_others_run(spoil, step, reason, runtime):
     vars(runtime).update(spoil)
     result = run_overview(OverviewOptions(device="cpu"))
-    assert not result.ok
     (failed,) = [s for s in result.steps if s.status == "failed"]
-    assert failed.name == step and reason in failed.reason
+    assert failed.name == step and reason in failed.reason and not result.ok
     assert [s.name for s in result.steps] == CPU_STEPS
-    assert "**failed**: " in result.report.read_text() and reason in result.report.read_text()
-    data = data_of(result.folder)
-    assert not data["ok"]
+    text, data = result.report.read_text(), data_of(result.folder)
+    assert "**failed**: " in text and reason in text and not data["ok"]
     assert [s["status"] for s in data["steps"]].count("failed") == 1
 
 
 def test_the_main_job_on_a_gpu_shows_what_the_product_does(gpu, monkeypatch, capsys):
     """It once measured cuTile alone, the slower language."""
     times = iter(range(1, 1000))
-    monkeypatch.setattr(
-        bench_measure, "gpu_timer", lambda s: lambda run: FakeTimer(next(times))(run)
-    )
+    timer = lambda run: FakeTimer(next(times))(run)  # noqa: E731
+    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: timer)
     assert main(["run", "--device=cuda"]) == 0
     shown = capsys.readouterr().out
     (folder,) = (output_root() / "overview").iterdir()
@@ -163,18 +160,12 @@ def test_the_main_job_on_a_gpu_shows_what_the_product_does(gpu, monkeypatch, cap
     assert "- mla_attention: flash_mla (cute-dsl, kernel): fastest" in text
     assert "roofline at the vendor's peak rates" in text
     found = load_record(folder / "record.json")
-    assert found.settings["tilings"] == "tuned" and found.settings["rounds"] == 3
-    assert found.settings["seconds of tuning"] == TUNE_SECONDS
+    tuned = {"tilings": "tuned", "rounds": 3, "seconds of tuning": TUNE_SECONDS}
+    assert tuned.items() <= found.settings.items()
     assert gpu.budget == TuneBudget(6, TUNE_SECONDS)
     assert {row.problem for row in found.rows} == {PROBLEM}
-
-
-def test_the_time_of_tuning_and_the_folder_of_the_peers_are_options(gpu, tmp_path, capsys):
-    assert main(["run", "--device=cuda", "--tune_seconds=3", f"--peer_libs={tmp_path}"]) == 0
+    assert main(["run", "--device=cuda", "--tune_seconds=3", f"--peer_libs={folder}"]) == 0
     assert gpu.budget is not None and gpu.budget.seconds == 3
-    assert main(["run", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"for all kernels together (default: {TUNE_SECONDS:g})" in shown
 
 
 def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(gpu, tmp_path):
@@ -207,8 +198,8 @@ def test_the_command(runtime, tmp_path, capsys):
     argv = ["run", "--device=cpu", "--quick", f"--out_dir={folder}", "--b=8", "--s=4"]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "mla_var6_plus end to end, --device=cpu" in out
-    assert "ok in " in out and "predicted call time, s=4" in out
+    for words in ("mla_var6_plus end to end, --device=cpu", "ok in ", "predicted call time, s=4"):
+        assert words in out
     assert out.rstrip().endswith(f"report: {folder / 'report.md'}")
     assert data_of(folder)["sizes"] == {"b": 8, "s": 4, "t": 4096, "h": 128}
     prepared, static = runtime.calls

@@ -9,8 +9,6 @@ from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import bar_plot, line_plot
 from mla_var3.report.sweep import sweep
 
-PROBLEM = MlaProblem(b=32, s=1, t=4096, h=128)
-
 
 def test_line_and_bar_plots(tmp_path):
     points = {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}
@@ -24,11 +22,10 @@ def test_line_and_bar_plots(tmp_path):
 
 def test_a_sweep_ranks_only_what_was_timed():
     for name, spec in load_devices().items():
-        entry = sweep(PROBLEM, spec, (1, 256))
+        entry = sweep(MlaProblem(b=32, s=1, t=4096, h=128), spec, (1, 256))
         data = entry.to_dict()
         assert set(entry.predictions) == set(COLOURS)
         assert data["predicted"]["mla_var6_plus"][1]["s"] == 256
-        if entry.fitted:
-            assert (entry.fastest(0), entry.fastest(1)) == ("flash_mla", "flash_attention"), name
-        else:
-            assert (data["heading"], entry.fastest(0)) == (IDEAL, None)
+        fastest = ("flash_mla", "flash_attention") if entry.fitted else (None, None)
+        assert (entry.fastest(0), entry.fastest(1)) == fastest, name
+        assert entry.fitted or data["heading"] == IDEAL

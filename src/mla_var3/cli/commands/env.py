@@ -134,12 +134,8 @@ def _known(gpu: dict[str, Any] | None) -> bool | str | None:
 
 
 def _device_facts(spec: DeviceSpec) -> dict[str, Any]:
-    return {
-        "target": spec.target,
-        "tflops": spec.burst_tflops("bfloat16"),
-        "gbps": spec.burst_gbps,
-        "sm_count": spec.sm_count,
-        "burst": spec.has_burst,
-        "origin": spec.origin,
-        "values": {key: asdict(value) for key, value in spec.values.items()},
-    }
+    tflops, gbps = spec.burst_rates("bfloat16")
+    rates = {"tflops": tflops, "gbps": gbps, "burst": spec.has_burst}
+    values = {key: asdict(value) for key, value in spec.values.items()}
+    what = {"target": spec.target, "sm_count": spec.sm_count, "origin": spec.origin}
+    return {**what, **rates, "values": values}

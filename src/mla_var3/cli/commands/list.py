@@ -55,20 +55,12 @@ def inventory() -> list[dict[str, Any]]:
             gpu_reason = f"made for {', '.join(targets)}, this GPU is {gpu.target}"
         cpu = not missing and kernel.language == "cutile-dsl"
         cpu_reason = None if cpu else missing or "only cutile-dsl has an interpreter"
-        rows.append(
-            {
-                "kernel": kernel.design,
-                "version": kernel.version,
-                "full_name": kernel.full_name,
-                "language": kernel.language,
-                "layer": kernel.layer,
-                "targets": list(targets),
-                "module": kernel.module,
-                "gpu": {"runs": not gpu_reason, "reason": gpu_reason or None},
-                "cpu": {"runs": cpu, "reason": cpu_reason},
-                "compiles": not missing,
-            }
-        )
+        names = ("version", "full_name", "language", "layer", "module")
+        row = {"kernel": kernel.design, **{name: getattr(kernel, name) for name in names}}
+        row |= {"targets": list(targets), "compiles": not missing}
+        row["gpu"] = {"runs": not gpu_reason, "reason": gpu_reason or None}
+        row["cpu"] = {"runs": cpu, "reason": cpu_reason}
+        rows.append(row)
     return rows
 
 

@@ -25,7 +25,7 @@ from mla_var3.op.mla.model.designs import WINDOW_STEP, estimate
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
 from mla_var3.op.mla.model.prefix_plan import COPIED, DECOMPRESSED, LATENT, PrefixPlan, plan_prefix
-from mla_var3.op.mla.model.times import IDEAL
+from mla_var3.op.mla.model.times import IDEAL, Estimate
 from mla_var3.op.mla.model.window_plan import PlanPoint, WindowPlan, plan_curve, plan_window
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
 from mla_var3.op.mla.problem import DTYPES, SIZE_NAMES, MlaProblem
@@ -145,21 +145,15 @@ def _print_prefix(plan: PrefixPlan) -> None:
     shared, heading = plan.shared, "predicted" if plan.fitted else IDEAL
     groups = f" groups={shared.groups}" if shared.groups > 1 else ""
     title = f"{heading} for {plan.device}, {_sizes(shared.problem)} prefix={shared.prefix}{groups}"
-    rows = [
-        (
-            way.name,
-            f"{way.estimate.kernel}:{way.estimate.language}",
-            byte_count(way.copy_bytes) if way.copy_bytes else None,
-            microseconds(way.estimate.kernel_us),
-            microseconds(way.estimate.call_us),
-            microseconds(way.estimate.steady_call_us),
-            f"{plan.gain(way):.2f}x",
-            ("chosen" if plan.fitted else "least")
-            if way is plan.chosen
-            else ("" if plan.fits(way) else "over budget"),
-        )
-        for way in plan.ways
-    ]
+    rows = []
+    for way in plan.ways:
+        kernel = f"{way.estimate.kernel}:{way.estimate.language}"
+        copies = byte_count(way.copy_bytes) if way.copy_bytes else None
+        remark = "" if plan.fits(way) else "over budget"
+        if way is plan.chosen:
+            remark = "chosen" if plan.fitted else "least"
+        ratio = f"{plan.gain(way):.2f}x"
+        rows.append((way.name, kernel, copies, *_times(way.estimate), ratio, remark))
     headers = ("prefix", "kernel", "copies", "kernel time", "call time", "steady", "gain", "")
     print_table(title, headers, rows)
     text = f"no advice: no kernel was timed on {plan.device}"
@@ -305,30 +299,22 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
     keep = {0, plan.chosen.n, plan.unlimited.n, plan.curve[-1].n}
     step = math.ceil(len(plan.curve) / _MOST_ROWS)
     keep |= {point.n for point in plan.curve[::step]}
-    return [
-        (
-            point.n,
-            byte_count(point.window_bytes),
-            byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None,
-            point.sms,
-            microseconds(point.estimate.kernel_us),
-            microseconds(point.estimate.call_us),
-            microseconds(point.estimate.steady_call_us),
-            _WAITS[point.bound],
-            None if point.joules is None else f"{markdown.number(point.joules)} J",
-            _remark(plan, point),
-        )
-        for point in plan.curve
-        if point.n in keep
-    ]
+    rows: list[tuple[object, ...]] = []
+    for point in (point for point in plan.curve if point.n in keep):
+        window = byte_count(point.window_bytes)
+        layers = byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None
+        energy = None if point.joules is None else f"{markdown.number(point.joules)} J"
+        remark = "over budget" if point.window_bytes > plan.layer_budget_bytes else ""
+        remark = "best of all" if point.n == plan.unlimited.n else remark
+        if point.n == plan.chosen.n:
+            remark = "chosen" if plan.fitted else "least"
+        times, waits = _times(point.estimate), _WAITS[point.bound]
+        rows.append((point.n, window, layers, point.sms, *times, waits, energy, remark))
+    return rows
 
 
-def _remark(plan: WindowPlan, point: PlanPoint) -> str:
-    if point.n == plan.chosen.n:
-        return "chosen" if plan.fitted else "least"
-    if point.n == plan.unlimited.n:
-        return "best of all"
-    return "over budget" if point.window_bytes > plan.layer_budget_bytes else ""
+def _times(found: Estimate) -> tuple[str, ...]:
+    return tuple(map(microseconds, (found.kernel_us, found.call_us, found.steady_call_us)))
 
 
 def _parameter_rows(plan: WindowPlan) -> list[tuple[str, str, str, str]]:

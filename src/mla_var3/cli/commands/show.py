@@ -48,26 +48,20 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     resolved = plan.resolved(here)
     rates = device.peak_rates(plan_dtype(plan))
     tunings = paths.cache_root() / "kernel-autotune"
+    stages = []
+    for stage in empty_stage(resolved).kernels():
+        cost, time_us = stage.cost(), stage.predict_us(*rates)
+        work = {"flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity}
+        stages.append({"name": stage.name, **work, "predicted_us": time_us})
     return {
-        "kernel": kernel.full_name,
-        "language": kernel.language,
-        "module": kernel.module,
+        **{"kernel": kernel.full_name, "language": kernel.language, "module": kernel.module},
         "contract": inspect.cleandoc(sys.modules[type(plan).__module__].__doc__ or ""),
         "targets": list(targets),
         "fields": plan.params(),
         "tilings": {field: tiling.to_dict() for field, tiling in plan.tiling_fields().items()},
         "predicted_on": device.name,
         "resolved": resolved.params(),
-        "stages": [
-            {
-                "name": stage.name,
-                "flops": stage.cost().flops,
-                "bytes": stage.cost().bytes,
-                "intensity": stage.cost().intensity,
-                "predicted_us": stage.predict_us(*rates),
-            }
-            for stage in empty_stage(resolved).kernels()
-        ],
+        "stages": stages,
         "candidates": {code: _candidates(plan, Target(code, device)) for code in targets},
         "tunings": sorted(map(str, tunings.glob(f"*/{kernel.language}/{kernel.full_name}/*.json"))),
     }
