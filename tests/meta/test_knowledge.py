@@ -180,59 +180,37 @@ def reference(repo_root: Path) -> str:
     return (repo_root / "docs" / "python-cuda-tile.md").read_text()
 
 
-def test_findings_follow_the_template(knowledge, findings):
-    problems = [
-        f"{page.relative_to(knowledge)}: {problem}"
-        for page in findings
-        for problem in page_problems(page.read_text(), page)
-    ]
-    assert findings and not problems, "\n" + "\n".join(problems)
-
-
-def test_findings_are_indexed(knowledge):
+def test_findings_follow_the_template_and_are_indexed(knowledge, findings):
+    problems = {page.name: page_problems(page.read_text(), page) for page in findings}
+    assert problems and {name: found for name, found in problems.items() if found} == {}
     index = knowledge / "README.md"
-    pages = [page for page in knowledge.rglob("*.md") if page != index]
-    assert unlinked(index, pages) == []
+    assert unlinked(index, [page for page in knowledge.rglob("*.md") if page != index]) == []
 
 
 def test_device_pages_equal_the_table(repo_root, device_table):
-    folder = repo_root / "docs" / "devices"
-    pages = {page.stem: page for page in folder.glob("*.md")}
-    assert set(pages) <= {slug(name) for name in device_table}
-    problems = [
-        f"{name}: {problem}"
-        for name, entry in device_table.items()
-        if slug(name) in pages
-        for problem in device_problems(pages[slug(name)].read_text(), entry)
-    ]
-    assert not problems, "\n" + "\n".join(problems)
+    entries = {slug(name): entry for name, entry in device_table.items()}
+    for page in (repo_root / "docs" / "devices").glob("*.md"):
+        assert device_problems(page.read_text(), entries[page.stem]) == []
 
 
-def test_reference_snippets_parse(reference, findings):
+def test_snippets_parse_and_those_of_the_reference_run(reference, findings, tmp_path):
     texts = [reference, *(page.read_text() for page in findings)]
     assert [problem for text in texts for problem in syntax_problems(text)] == []
-
-
-def test_reference_snippets_run(reference, tmp_path):
     marked = [body for body, run in snippets_of(reference) if run]
     assert len(marked) >= 3
     for body in marked:
         run_snippet(PRELUDE + body, tmp_path)
 
 
-def test_pages_are_in_the_navigation(repo_root, knowledge):
+def test_pages_are_in_the_navigation_and_records_in_their_index(repo_root, knowledge):
     docs, navigation = repo_root / "docs", (repo_root / "mkdocs.yml").read_text()
     pages = [*docs.glob("*.md"), *docs.glob("[!kr]*/*.md"), *(docs / "kernels").glob("*.md")]
     pages = [page for page in pages if page.parent.name != "cutlass-cpp"]
     assert len(pages) > 20
     named = [knowledge / "README.md", docs / "results/index.md", *pages]
     assert [p.name for p in named if f": {p.relative_to(docs)}\n" not in navigation] == []
-
-
-def test_records_are_linked_from_their_index(repo_root):
-    results = repo_root / "docs" / "results"
-    records = [page for page in results.glob("*.md") if page.name != "index.md"]
-    assert unlinked(results / "index.md", records) == []
+    records = [page for page in (docs / "results").glob("*.md") if page.name != "index.md"]
+    assert unlinked(docs / "results/index.md", records) == []
 
 
 GOOD_PAGE = """# Title

@@ -125,10 +125,11 @@ def violations_in(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
-def test_the_package_keeps_its_layers(package_sources):
+def test_the_package_keeps_its_layers_and_has_no_import_circles(package_sources):
     assert "errors.py" in package_sources
     violations = violations_in(package_sources)
     assert not violations, "\n" + "\n".join(violations)
+    assert not circle_in(import_graph(package_sources))
 
 
 FLASH = "kernel/cutile/mla/flash/flash/flash.py"
@@ -203,10 +204,6 @@ def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
-
-
-def test_no_import_circles(package_sources):
-    assert not circle_in(import_graph(package_sources))
 
 
 @pytest.mark.parametrize(

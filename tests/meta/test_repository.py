@@ -1,11 +1,11 @@
 """Rules for the files of the repository: words, sizes, versions, packaging."""
 
-import ast
 import re
 import subprocess
 import tomllib
 from contextlib import suppress
-from pathlib import Path
+
+import mla_var3
 
 HOST_LIMIT, KERNEL_LIMIT = 500, 700
 
@@ -34,14 +34,6 @@ def forbidden_in(text: str) -> list[str]:
     ]
 
 
-def package_version(repo_root: Path) -> str:
-    """`__version__`, read without importing the package."""
-    for node in ast.parse((repo_root / "src/mla_var3/__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
-            return str(ast.literal_eval(node.value))
-    raise AssertionError("mla_var3 defines no __version__")
-
-
 def test_no_forbidden_words(repo_files, repo_root):
     found = []
     for path in repo_files:
@@ -68,10 +60,10 @@ def test_modules_stay_short(package_sources):
 def test_changelog_starts_with_this_version(repo_root):
     changelog = (repo_root / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
-    assert versions[:1] == [package_version(repo_root)]
+    assert versions[:1] == [mla_var3.__version__]
 
 
-def test_setup_installs_what_the_package_accepts(repo_root):
+def test_setup_installs_what_the_package_accepts_and_knows_its_extras(repo_root):
     script = (repo_root / "setup_cutile.sh").read_text()
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     for wanted in (project["dependencies"][0], *project["optional-dependencies"]["cute"]):
@@ -84,15 +76,9 @@ def test_setup_installs_what_the_package_accepts(repo_root):
         )
         assert low <= version < high
 
-
-def test_setup_knows_the_extras_of_the_package(repo_root):
-    script = (repo_root / "setup_cutile.sh").read_text()
-    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     named = re.findall(r'^readonly (?:BASE|OPTIONAL)_EXTRAS="([^"]+)"', script, re.MULTILINE)
-    engines = ["sglang", "transformers", "vllm"]  # for environments that engines are installed in
-    assert sorted([*",".join(named).split(","), *engines]) == sorted(
-        project["optional-dependencies"]
-    )
+    engines = {"sglang", "transformers", "vllm"}  # for environments that engines are installed in
+    assert {*",".join(named).split(","), *engines} == set(project["optional-dependencies"])
 
 
 def test_make_lists_every_target(repo_root):

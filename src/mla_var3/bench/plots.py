@@ -185,8 +185,7 @@ def _roofline(figure: Any, rows: Sequence[BenchRow]) -> None:
     points = [row for row in points if row.device == device]
     names = list(dict.fromkeys(row.series for row in points))
     axis = figure.subplots()
-    intensities = [_intensity(row) for row in points]
-    low, high = min(intensities) / 2, max(intensities) * 2
+    low, high = min(map(_intensity, points)) / 2, max(map(_intensity, points)) * 2
     for label, tflops, gbps, style in _roofs(spec, points[0].problem.dtype):
         ridge = tflops * 1e3 / gbps
         xs = sorted({low, min(max(ridge, low), high), high})
@@ -264,8 +263,7 @@ def _heat_map(figure: Any, rows: Sequence[BenchRow]) -> None:
         place = t_values.index(t), s_values.index(s)
         axis.text(*place, f"{ratio:.2f}", ha="center", va="center", color=colour)
     axis.set(xlabel="KV tokens per request, t", ylabel="query tokens per request, s")
-    prefix = "predicted, " if data.kind == PREDICTED else ""
-    heading = f"Speed-up over {rival}\n{prefix}{data.basis}, {data.title}"
+    heading = f"Speed-up over {rival}\n{word(data.kind)}{data.basis}, {data.title}"
     axis.set_title(heading, fontsize=9)
 
 
@@ -345,3 +343,50 @@ def save_figure(figure: Any, path: Path, formats: Sequence[str] = FORMATS) -> li
         figure.savefig(content, format=suffix, dpi=_DPI, metadata=metadata)
         write_atomic(file, content.getvalue())
     return written
+
+
+def line_plot(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+) -> list[Path]:
+    """Draw named series of (x, y) points in ascending x; `path` has no suffix."""
+    with new_figure(7.6, 4.8) as figure:
+        axis = figure.subplots()
+        draw_lines(axis, series, "o", 1.8)
+        if log:
+            log_axes(axis, sorted({x for points in series.values() for x, _ in points}))
+        axis.set(xlabel=x_label, ylabel=y_label)
+        axis.set_title(title)
+        axis.legend()
+        return save_figure(figure, path)
+
+
+def bar_plot(
+    groups: Mapping[str, Mapping[str, float]], path: Path, *, title: str, y_label: str
+) -> list[Path]:
+    """Draw grouped bars with their values on top; `path` has no suffix.
+
+    `groups` maps the name below a group to its values by series; some series may be missing.
+    """
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / max(1, len(names))
+    with new_figure(max(6.0, 1.6 * len(groups) + 2.0), 4.6) as figure:
+        axis = figure.subplots()
+        for position, name in enumerate(names):
+            offset = (position - (len(names) - 1) / 2) * width
+            values = {i + offset: g[name] for i, g in enumerate(groups.values()) if name in g}
+            look = {"label": name, "color": series_colour(name, names)}
+            bars = axis.bar(list(values), list(values.values()), width * 0.92, **look)
+            axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.grid(visible=False, axis="x")
+        axis.set_ylabel(y_label)
+        axis.margins(y=0.12)
+        axis.set_title(title)
+        axis.legend()
+        return save_figure(figure, path)

@@ -90,7 +90,6 @@ def _kernel_row(blank: BenchRow, choice: KernelChoice, spec: DeviceSpec) -> Benc
 
 
 def _fp8_row(blank: BenchRow, fmt: str, language: str, spec: DeviceSpec) -> BenchRow:
-    """The latent kernel on an 8-bit cache."""
     row = replace(blank, kernel=contenders.LATENT_KERNEL, language=language, cache_dtype=fmt)
     token_bytes = cache_format(fmt).row_bytes(row.problem.k, row.problem.p)
     return _latent_row(row, Workload(row.problem, cache_dtype=fmt, token_bytes=token_bytes), spec)

@@ -115,6 +115,12 @@ def measure(
         kept = agenda[place][1]
         store(place, unique_rows(bench_measure.with_projections([*kept, *rows])))
 
+    def give_up(place: int, rows: Sequence[BenchRow]) -> None:
+        keep(place, rows)
+        if options.on_lost is not None:
+            options.on_lost(save)
+
+    seconds = options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1)
     record.rows = [row for group in results for row in group]
     for place, (problem, _, waiting) in enumerate(agenda):
         if not waiting:
@@ -123,7 +129,7 @@ def measure(
         hooks: dict[str, Any] = {"progress": progress, "checkpoint": partial(keep, place)}
         hooks["rounds"] = options.rounds
         if options.on_lost is not None:
-            hooks["watchdog"] = _watchdog(options, hooks["checkpoint"], save)
+            hooks["watchdog"] = bench_measure.Watchdog(seconds, partial(give_up, place))
         try:
             rows = bench_measure.measure_case(problem, waiting, timer, around, **hooks)
         except BaseException:  # interrupted: the contender that was running is not to blame
@@ -141,18 +147,6 @@ def measure(
                 options.on_lost(save)
             record.notes.append(LOST_NOTE)
             return
-
-
-def _watchdog(
-    options: SessionOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
-) -> bench_measure.Watchdog:
-    def give_up(rows: Sequence[BenchRow]) -> None:
-        keep(rows)
-        if options.on_lost is not None:
-            options.on_lost(save)
-
-    seconds = options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1)
-    return bench_measure.Watchdog(seconds, give_up)
 
 
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:

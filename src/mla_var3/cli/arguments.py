@@ -22,8 +22,6 @@ from mla_var3.conf.models import Model, model, read_config
 from mla_var3.op.mla.problem import MOST_REQUESTS, MlaProblem, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
 
-# --- values ---------------------------------------------------------------------------------------
-
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _NONE = ("none", "auto")
@@ -99,8 +97,6 @@ def value_type(annotation: Any, name: str = "") -> ValueType | None:
     return ValueType(kinds[0], optional, sequence, words)
 
 
-# --- sizes ----------------------------------------------------------------------------------------
-
 SIZE_TEXTS = {
     "b": "requests in the batch",
     "s": "query tokens per request",
@@ -119,9 +115,6 @@ MODEL_SIZES = ("h", "d", "p", "k", "v")
 """Sizes that a model and its tensor parallelism decide."""
 MOST_LENGTHS = 8
 """Of more KV lengths the least and the largest are shown."""
-
-
-# --- the parser -----------------------------------------------------------------------------------
 
 
 class Options(argparse._ActionsContainer):
@@ -246,9 +239,6 @@ def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
     return UsageError(f"unknown option {option!r}; {hint}")
 
 
-# --- what was parsed ------------------------------------------------------------------------------
-
-
 def read_model(values: dict[str, Any]) -> dict[str, int]:
     """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give."""
     given = {name: values.pop(name) for name in ("model", "config", "tp") if name in values}
@@ -306,9 +296,6 @@ def read_lengths(lengths: Any, b: int, t: int) -> tuple[int, ...] | None:
     require_size("b", b, MOST_REQUESTS)
     require_size("t", t)
     return (t,) if b == 1 else tuple(round(1 + i * (t - 1) / (b - 1)) for i in range(b))
-
-
-# --- which kernel ---------------------------------------------------------------------------------
 
 
 def leading_words(argv: Sequence[str], most: int) -> tuple[list[str], list[str]]:

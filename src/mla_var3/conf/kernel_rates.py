@@ -3,8 +3,7 @@
 `kernel_rates.json` has the rates of each kernel version on a device, read off the record that the
 entry names: `flash_mla:cute-dsl` in 16 bits, `flash_mla:cute-dsl:fp8` over an 8-bit cache.
 `energy.json` has the energy of the work and the power limit of a device: a kernel that runs without
-a pause takes at least its energy over that limit, because the clock falls until it does. A kernel
-or device without an entry has no fitted rates.
+a pause takes at least its energy over that limit, because the clock falls until it does.
 """
 
 from __future__ import annotations

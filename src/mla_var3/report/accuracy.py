@@ -229,10 +229,7 @@ def cases(given: Latents | None, quick: bool) -> list[tuple[Latents, tuple[int, 
 
 
 def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
-    """Draw the error over the context, one small plot per latents and attention.
-
-    `path` has no suffix; returns the files written.
-    """
+    """Draw the error over the context, one small plot per latents and attention."""
     panels = list(dict.fromkeys((row.latents, row.attention) for row in rows))
     columns = len({attention for _, attention in panels})
     lines = math.ceil(len(panels) / columns)
@@ -256,10 +253,9 @@ def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
 
 
 class _Attention:
-    """Softmax attention over tiles of tokens, in float64."""
+    """Softmax attention of queries `[rows, k+p]` over tiles of tokens, in float64."""
 
     def __init__(self, queries: torch.Tensor) -> None:
-        """Attend with queries `[rows, k+p]`."""
         self._q = queries
         self._peak = queries.new_full((queries.shape[0],), -math.inf)
         self._total = torch.zeros_like(self._peak)

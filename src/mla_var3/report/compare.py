@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.bench.plots import bar_plot
 from mla_var3.conf import read_json
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import bar_plot
 from mla_var3.runtime.markdown import microseconds, number, quantity, table, write_json
 from mla_var3.runtime.paths import make_folder, split_full_name, write_atomic
 from mla_var3.runtime.profiling.result import ProfileResult, StageFigures

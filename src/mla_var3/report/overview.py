@@ -20,14 +20,13 @@ from mla_var3.bench import page, session
 from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import group_rows, method, troubles
-from mla_var3.bench.plots import draw_plots
+from mla_var3.bench.plots import draw_plots, line_plot
 from mla_var3.bench.record import PROJECTION, BenchRecord
 from mla_var3.bench.suites import DESIGN, EIGHT_BIT_PEERS, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import line_plot
 from mla_var3.report.sweep import DeviceSweep, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
@@ -279,7 +278,7 @@ def _predict(job: _Job, step: Step) -> None:
         for kernel, estimates in shown.predictions.items()
     }
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    labels: dict[str, Any] = {"title": f"{shown.device}, {sizes}"}
+    labels: dict[str, Any] = {"title": f"{shown.spec.name}, {sizes}"}
     labels |= {"x_label": "query tokens per request, s"}
     labels |= {"y_label": f"predicted {shown.heading}, µs"}
     job.result.plots += line_plot(series, job.folder / "crossover", log=True, **labels)
@@ -301,7 +300,7 @@ def _prediction_markdown(sweeps: Sequence[DeviceSweep]) -> str:
             times = [microseconds(values[i].advised_us) for values in entry.predictions.values()]
             fastest = (entry.fastest(i),) if entry.fitted else ()
             rows.append((s, *times, entry.predictions[KERNEL][i].choice.get("n"), *fastest))
-        parts.append(f"### {entry.device} ({entry.spec.target}), {entry.heading}\n")
+        parts.append(f"### {entry.spec.name} ({entry.spec.target}), {entry.heading}\n")
         last = ("fastest",) if entry.fitted else ()
         parts.append(table(("s", *entry.predictions, f"n of {KERNEL}", *last), rows))
     return "\n".join(parts)

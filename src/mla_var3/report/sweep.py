@@ -22,11 +22,6 @@ class DeviceSweep:
     predictions: dict[str, list[Estimate]]
 
     @property
-    def device(self) -> str:
-        """Name of the device."""
-        return self.spec.name
-
-    @property
     def fitted(self) -> bool:
         """Whether every design was timed on the device, so that they can be ranked."""
         return all(values[0].fitted for values in self.predictions.values())
@@ -52,7 +47,7 @@ class DeviceSweep:
             kernel: [{"s": s, **x.to_dict()} for s, x in zip(self.s_values, values, strict=True)]
             for kernel, values in self.predictions.items()
         }
-        what = {"device": self.device, "target": self.spec.target, "heading": self.heading}
+        what = {"device": self.spec.name, "target": self.spec.target, "heading": self.heading}
         sizes = {"problem": asdict(self.problem), "s": list(self.s_values)}
         return {**what, **sizes, "predicted": predicted}
 

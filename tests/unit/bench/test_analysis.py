@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.bench.analysis import (
-    CALL_TIME,
-    KERNEL_TIME,
-    doubts,
-    find_crossings,
-    row_speedups,
-    shape_groups,
-    speedup_grid,
-    times_over_n,
-    times_over_s,
-)
+from mla_var3.bench import analysis
+from mla_var3.bench.analysis import doubts, shape_groups, speedup_grid, times_over_n, times_over_s
 from mla_var3.bench.plots import Plot, draw_plots, series_colour
 from mla_var3.bench.record import DECOMPRESSED, FAILED, MIX, PREDICTED, PROJECTION, BenchRow
 from tests.unit.bench.bench_support import peer, record, row
@@ -55,10 +46,14 @@ def test_projections_and_failures_do_not_compete():
         peer(time_us=900.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_ours, group.best_rival, group.basis) == (rows[0], rows[3], CALL_TIME)
-    assert row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
+    assert (group.best_ours, group.best_rival, group.basis) == (
+        rows[0],
+        rows[3],
+        analysis.CALL_TIME,
+    )
+    assert analysis.row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
     (group,) = shape_groups([row(), peer(projections_us=None)])
-    assert group.basis == KERNEL_TIME
+    assert group.basis == analysis.KERNEL_TIME
 
 
 def test_an_eight_bit_kernel_is_never_our_best():
@@ -125,7 +120,7 @@ def test_crossings_lie_where_the_lines_meet():
     ],
 )  # fmt: skip
 def test_only_lines_with_a_time_on_either_side_cross(a, b, meet):
-    found = find_crossings({"b": b, "a": a})
+    found = analysis.find_crossings({"b": b, "a": a})
     assert [(c.before, c.after) for c in found] == ([] if meet is None else [("a", "b")])
     assert meet is None or found[0].s == pytest.approx(meet)
 
@@ -146,8 +141,8 @@ def test_the_grid_compares_all_cells_by_the_same_time():
     both = [row(s=1, time_us=100.0), peer(s=1, time_us=150.0)]  # call times 140 and 190
     alone = [row(s=2, time_us=100.0, projections_us=None), peer(s=2, time_us=120.0)]
     for rows, basis, cells in (
-        (both, CALL_TIME, {(1, 4096): 190 / 140}),
-        ([*both, *alone], KERNEL_TIME, {(1, 4096): 1.5, (2, 4096): 1.2}),
+        (both, analysis.CALL_TIME, {(1, 4096): 190 / 140}),
+        ([*both, *alone], analysis.KERNEL_TIME, {(1, 4096): 1.5, (2, 4096): 1.2}),
     ):
         grid = speedup_grid(rows)
         assert grid is not None and grid.basis == basis

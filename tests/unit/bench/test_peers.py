@@ -216,10 +216,8 @@ def test_our_kernel_on_an_8_bit_cache(fmt):
 
 def test_a_peer_that_computes_something_else_is_caught():
     libraries = stand_ins()
-    right = libraries.modules["fa3"].flash_attn_with_kvcache
-    libraries.modules["fa3"].flash_attn_with_kvcache = lambda **given: right(
-        **{**given, "causal": False}
-    )
+    wrong = lambda **given: flash_attn_with_kvcache(**{**given, "causal": False})  # noqa: E731
+    libraries.modules["fa3"].flash_attn_with_kvcache = wrong
     ready = peer_contender("fa3_qv", SMALL, libraries, device="cpu").build()
     with pytest.raises(CheckFailedError, match=r"FlashAttention-3 qv: relative error .* \(bound 0"):
         ready.check()
@@ -235,15 +233,12 @@ def test_absent_libraries_have_a_reason(monkeypatch):
     monkeypatch.setattr(peers_module, "_find", lambda folder, file: None)
     libraries = PeerLibraries()
     assert "torch" in libraries.versions
-    for name in ("flashmla", "fa3", "flashinfer", "triton"):
-        assert libraries.absent[name]
+    assert all(libraries.absent[name] for name in ("flashmla", "fa3", "flashinfer", "triton"))
     contender = peer_contender("flashmla", SMALL, libraries, device="cpu")
     with pytest.raises(MissingToolError, match="_flashmla_C.abi3.so not found"):
         contender.build()
     assert contender.versions == {}
-
-
-def test_a_package_joins_when_it_can_be_imported(monkeypatch):
+    # A package joins when it can be imported.
     package = ModuleType("flash_mla")
     vars(package).update(FLASH_MLA)
     monkeypatch.setitem(sys.modules, "flash_mla", package)
@@ -255,7 +250,7 @@ def test_a_package_joins_when_it_can_be_imported(monkeypatch):
     assert contender.versions == {"flashmla": "flash_mla unknown"}
 
 
-def test_a_library_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
+def test_a_library_that_cannot_be_loaded_or_has_other_arguments_says_why(tmp_path, monkeypatch):
     libraries = PeerLibraries(tmp_path, wanted=("fa3",))
     assert "_vllm_fa3_C.abi3.so not found in --peer_libs" in libraries.absent["fa3"]
     (tmp_path / "sub").mkdir()
@@ -270,8 +265,6 @@ def test_a_library_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     libraries = PeerLibraries(wanted=("flashinfer",))
     assert libraries.absent == {"flashinfer": f"{MODULES['flashinfer'][0]}: wrong CUDA"}
 
-
-def test_a_release_with_other_arguments_is_refused():
     def newer(q: Any, pages: Any, page_size: int = 1) -> Any:
         return q
 

@@ -8,19 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.bench.record import (
-    CSV_COLUMNS,
-    EIGHT_BIT,
-    FAILED,
-    MIX,
-    PEER,
-    SCHEMA,
-    csv_text,
-    load_record,
-    merge_records,
-    save_record,
-    shape_text,
-)
+from mla_var3.bench import record as records
+from mla_var3.bench.record import FAILED, MIX, PEER, SCHEMA, load_record, save_record
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
 from tests.unit.bench.bench_support import AROUND, peer, record, row
@@ -56,8 +45,8 @@ def test_the_csv_schema():
     problem = MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))
     failed = row("flash_mla", None, status=FAILED, reason="a,b", problem=problem)
     found = record(row(choices={"n": 0}), peer(), failed)
-    lines = list(csv.DictReader(io.StringIO(csv_text(found, {0: 0.9}))))
-    assert tuple(lines[0]) == CSV_COLUMNS and len(lines) == 3
+    lines = list(csv.DictReader(io.StringIO(records.csv_text(found, {0: 0.9}))))
+    assert tuple(lines[0]) == records.CSV_COLUMNS and len(lines) == 3
     assert (lines[0]["choices"], lines[0]["speedup_over_best_peer"]) == ("n=0", "0.9")
     assert lines[0]["versions"].startswith("hyper-mla=0.1.0 torch=2.9")
     assert (lines[1]["source"], lines[1]["speedup_over_best_peer"]) == (PEER, "")
@@ -69,23 +58,22 @@ def test_every_kernel_with_an_eight_bit_window_is_known():
     from mla_var3.op.mla.window.formats import FP8
     from mla_var3.runtime.paths import plan_class
 
-    found = {
-        (kernel.full_name, kernel.language)
-        for kernel in mla_kernels()
-        if getattr(plan_class(kernel), "window_form", None) == FP8
-    }
-    assert found and found < EIGHT_BIT
+    kernels = [k for k in mla_kernels() if getattr(plan_class(k), "window_form", None) == FP8]
+    found = {(kernel.full_name, kernel.language) for kernel in kernels}
+    assert found and found < records.EIGHT_BIT
     # Records from before it was renumbered.
-    assert EIGHT_BIT - found == {("mla_var6_plus_v2", "cute-dsl")}
-    for name, language in EIGHT_BIT:
+    assert records.EIGHT_BIT - found == {("mla_var6_plus_v2", "cute-dsl")}
+    for name, language in records.EIGHT_BIT:
         assert row(name, language=language).label == f"{name} ({language}) 8-bit"
 
 
 def test_shapes_show_what_is_unusual():
-    assert shape_text(MlaProblem(b=1, s=2, t=3, h=4)) == "b=1 s=2 t=3 h=4"
-    odd = MlaProblem(b=1, s=2, t=3, h=4, d=64, dtype="float16", causal=False)
-    assert shape_text(odd) == "b=1 s=2 t=3 h=4 d=64 float16 full"
-    assert shape_text(MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))) == "b=2 s=1 t=3..64 h=8"
+    for more, text in (
+        ({}, "b=2 s=1 t=64 h=4"),
+        ({"lengths": (3, 64)}, "b=2 s=1 t=3..64 h=4"),
+        ({"d": 64, "dtype": "float16", "causal": False}, "b=2 s=1 t=64 h=4 d=64 float16 full"),
+    ):
+        assert records.shape_text(MlaProblem(b=2, s=1, t=64, h=4, **more)) == text
 
 
 @pytest.mark.parametrize(
@@ -99,9 +87,8 @@ def test_shapes_show_what_is_unusual():
 )
 def test_a_bad_file_is_named(text, message, tmp_path):
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(InvalidArgumentError, match=message) as caught:
+    with pytest.raises(InvalidArgumentError, match=f"bad.json: .*{message}"):
         load_record(tmp_path / "bad.json")
-    assert "bad.json" in str(caught.value)
 
 
 NAN = float("nan")
@@ -149,6 +136,6 @@ def test_a_row_that_is_no_row_is_named(entry, message, tmp_path):
 def test_merged_records_keep_the_latest_row_per_device():
     old, new = record(row(time_us=2.0), peer()), record(row(time_us=1.0), row(device="NVIDIA B200"))
     old.environment = {**old.environment, "date": "2029"}
-    merged = merge_records([new, old])
+    merged = records.merge_records([new, old])
     assert merged.rows == [new.rows[0], old.rows[1], new.rows[1]]
-    assert merge_records([new]) is new
+    assert records.merge_records([new]) is new

@@ -4,21 +4,13 @@ from typing import Any
 
 import pytest
 
+from mla_var3.bench import regression
 from mla_var3.bench.record import FAILED, PREDICTED, BenchRow
-from mla_var3.bench.regression import (
-    BETTER,
-    LEAST_SHARE,
-    SAME,
-    SPREADS,
-    WORSE,
-    Regression,
-    compare_records,
-    judge,
-)
+from mla_var3.bench.regression import BETTER, SAME, WORSE, compare_records, judge
 from tests.unit.bench.bench_support import AROUND, peer, record, row
 
 
-def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> Regression:
+def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> regression.Regression:
     return compare_records(record(*after), record(*before), **options)
 
 
@@ -30,7 +22,7 @@ def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> Re
 def test_the_spread_sets_the_zones_and_a_share_the_least(spread_us, time_us, verdict):
     # Twice the root of 10² + 10²: 28.3 us on either side.
     found = judge(row(spread_us=spread_us), row(time_us=time_us, spread_us=spread_us))
-    zone = max(SPREADS * spread_us * 2**0.5, LEAST_SHARE * 1000)
+    zone = max(regression.SPREADS * spread_us * 2**0.5, regression.LEAST_SHARE * 1000)
     assert found.zone_us == pytest.approx(zone) and found.verdict == verdict
     assert found.change == pytest.approx(time_us / 1000 - 1)
 
@@ -68,9 +60,7 @@ def test_what_does_not_match_is_said_and_not_compared(before, after, reason):
     assert reason in found.not_compared[0][1]
     assert found.not_compared[0][0].startswith(after.label)
 
-
-def test_rows_are_compared_with_those_of_their_device():
-    """An earlier record that was read from several files may have both."""
+    # An earlier record that was read from several files may have rows of several devices.
     before = [row(time_us=1000.0), row(time_us=500.0, device="NVIDIA B200")]
     (found,) = compare(before, [row(time_us=1200.0)]).verdicts
     assert (found.before.device, found.verdict) == ("NVIDIA H200", WORSE)

@@ -55,7 +55,13 @@ def test_kernels_and_backends_are_selected_by_word():
         suites.select_backends(("flashmls",))
 
 
-def test_the_sweep_is_the_product_of_the_sizes():
+def test_all_takes_every_version_at_one_shape_and_the_sweep_all_sizes(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(suites, "mla_kernels", lambda: list(MANY))
+        (case,) = cases_of("all", sizes={"t": (512,)})
+    assert case.problem == replace(suites.COMMON, t=512)
+    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
+    assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
     sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
     assert len({case.problem for case in cases_of("sweep", sizes=sizes)}) == 8
     for changes, message in (
@@ -97,14 +103,13 @@ def test_shared_prefixes_stand_beside_copies():
     *single, nothing, grouped = suites.prefix_cases(suites.mla_kernels(), ["fa3_qv", "sdpa"])
     assert {case.problem.b for case in single} == {16, 64, 256, 1024}
     for case in single:
-        assert case.shared is not None and case.peers == ("fa3_qv",)
         (prefix,) = case.shared.tokens
         assert case.shared.members == case.problem.b and 0 < prefix < case.problem.t
+        assert case.peers == ("fa3_qv",)
         names = [(choice.kernel.full_name, dict(choice.fields)) for choice in case.kernels]
         assert names == [("mla_var6_plus_v6", {"prefix": prefix}), ("flash_mla", {})]
     for case in (nothing, grouped):  # one prefix at most is decompressed
         assert [choice.kernel.full_name for choice in case.kernels] == ["flash_mla"]
-    assert grouped.shared is not None and grouped.problem.lengths is not None
     assert grouped.problem.b == 64 == grouped.shared.members * len(grouped.shared.tokens)
     assert min(grouped.problem.lengths) == 2148 and max(grouped.problem.lengths) == 20384
     assert all(not c.kernels and c.shared is None for c in suites.prefix_cases(CUTILE, ["fa3_qv"]))
@@ -145,14 +150,6 @@ def test_the_figures_have_their_shapes_newest_versions_and_a_mix_without_a_windo
     for wanted in (("mla_var6_plus", {}), ("mla_var6_plus", {"n": 0}), ("flash_mla_v10", {})):
         assert wanted in found
     assert ("flash_mla_v2", {}) not in found
-
-
-def test_all_takes_every_version_at_one_shape(monkeypatch):
-    monkeypatch.setattr(suites, "mla_kernels", lambda: list(MANY))
-    (case,) = cases_of("all", sizes={"t": (512,)})
-    assert case.problem == replace(suites.COMMON, t=512)
-    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
-    assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
 
 
 def test_the_models_suite_has_every_model_once():

@@ -114,8 +114,9 @@ def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(tmp_p
     out = capsys.readouterr().out
     assert "mla_var6_plus v77 (cutile-dsl)" in out and "does not exist; there are v0" in out
     assert load_record(tmp_path / "var6_plus.json").rows == []
-    argv = ["bench", "var6_plus", "--backends=cutile-dsl,cute-dsl", f"--out_dir={tmp_path}"]
-    assert main(argv) == EXIT_ABSENT
+    argv = ["bench", "var6_plus", f"--out_dir={tmp_path}"]
+    assert main([*argv, "--version=", "--quick"]) == EXIT_ABSENT  # is not the base version
+    assert main([*argv, "--backends=cutile-dsl,cute-dsl"]) == EXIT_ABSENT
     assert load_record(tmp_path / "var6_plus.json").rows
 
 

@@ -50,7 +50,7 @@ def test_tables_fit_80_columns_without_broken_words(line, monkeypatch, capsys):
         tables.append(tuple(headers))
 
     monkeypatch.setattr(command_module(line.split()[0]), "print_table", noted)
-    monkeypatch.setattr("mla_var3.report.plots.line_plot", lambda *_, **options: [])
+    monkeypatch.setattr("mla_var3.bench.plots.line_plot", lambda *_, **options: [])
     monkeypatch.setenv("COLUMNS", "80")
     main(line.split())
     assert tables
@@ -150,6 +150,8 @@ def test_predict(capsys):
     assert "B200" not in out and "hyper-mla choose counts" not in out
     out = printed(capsys, "predict --for_device=B200 --b=2 --lengths=9,4096")
     assert "lengths=9,4096" in out and "hyper-mla choose counts" in out
+    out = printed(capsys, "predict --s=2000000000 --for_device=H200 --json")  # a whole prompt
+    assert '"heading": "steady call time by recorded rates"' in out
     entries = json.loads(printed(capsys, "predict --b=4 --t=100 --lengths=mixed --json"))
     assert len(entries) >= 5
     assert entries[0]["problem"]["lengths"] == [1, 34, 67, 100]

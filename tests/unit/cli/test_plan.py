@@ -22,7 +22,7 @@ FILES |= {f"time-against-{name}.{kind}" for name in ("n", "memory") for kind in 
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take most of the time; one test draws them."""
-    monkeypatch.setattr("mla_var3.report.plots.line_plot", lambda *_, **options: [])
+    monkeypatch.setattr("mla_var3.bench.plots.line_plot", lambda *_, **options: [])
 
 
 def test_the_table_says_that_it_predicts_and_from_what(capsys, no_plots):

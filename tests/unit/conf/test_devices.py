@@ -37,7 +37,7 @@ def use(tmp_path, monkeypatch):
     return use_table
 
 
-def test_the_keys_of_the_specification():
+def test_the_keys_of_the_specification_and_burst_rates_that_fall_back_to_the_peak():
     spec = device_spec("NVIDIA GeForce RTX 5090")
     assert spec.peak_rates("float16") == spec.peak_rates("bfloat16") == (209.5, 1792.0)
     assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == (2407, 14001)
@@ -67,9 +67,6 @@ def test_facts_hang_together_and_have_a_source(name):
         assert value.kind in devices.KINDS and len(value.source) > 10
         assert re.fullmatch(r"\d{4}(-\d\d)?", value.date)
         assert value.kind == "measured" or not key.startswith(("burst", "steady"))
-
-
-def test_burst_falls_back_to_the_peak_and_says_so():
     h200, b200 = device_spec("H200"), device_spec("B200")
     assert h200.has_burst and h200.burst_rates("bfloat16") == (790.0, 4300.0)
     assert not b200.has_burst and b200.burst_rates("bfloat16") == b200.peak_rates("bfloat16")
@@ -105,6 +102,9 @@ def test_user_file_adds_and_replaces(table, use, caplog):
     assert (device_spec("my card").name, device_spec("my card").origin) == ("NVIDIA Example", path)
     assert device_spec("B200").sm_count == 140
     assert f"NVIDIA B200: the entry of {path} replaces it" in caplog.text
+    with pytest.raises(TypeError):
+        device_spec("H200").values["sm_count"] = None
+    load_devices().clear()  # a caller cannot change the table
     assert set(load_devices()) == NAMES | {"NVIDIA Example"}
 
 
@@ -174,10 +174,3 @@ def test_wrong_value_names_device_and_key(table, use, key, field, value, message
     with pytest.raises(InvalidArgumentError) as error:
         load_devices(use(table))
     assert "NVIDIA B200: " in str(error.value) and message in str(error.value)
-
-
-def test_the_table_cannot_be_changed_by_a_caller():
-    with pytest.raises(TypeError):
-        device_spec("H200").values["sm_count"] = None
-    load_devices().clear()
-    assert set(load_devices()) == NAMES

@@ -97,8 +97,7 @@ def test_the_script_works_on_its_own_checkout(checkout, tmp_path):
     done = run_program([sys.executable, script, "flash_mla", "v990"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = checkout / "src" / "mla_var3" / MLA / "flash_mla" / "flash_mla_v990"
-    assert str(folder) in done.stdout
-    assert (folder / "flash_mla_v990.py").is_file()
+    assert str(folder) in done.stdout and (folder / "flash_mla_v990.py").is_file()
 
 
 @pytest.mark.parametrize(("name", "language"), BASES)
@@ -119,19 +118,21 @@ def test_clones_differ_in_the_number_alone(name, language, tree):
 def test_the_names_of_the_specification(tree):
     write_clone(plan_clone("mla_var6_plus", "v2"))
     plan = plan_clone("mla_var6_plus_v2", "v5")
-    stage = plan.contents["attention_block_specialized_v5.py"]
-    assert "class CtAttentionBlockSpecializedV5(" in stage
-    assert 'def validate(self, pd: "CtAttentionBlockSpecializedV5")' in stage
-    assert "@ct.kernel\ndef attention_block_specialized_v5(" in stage
-    entry = plan.contents["mla_var6_plus_v5.py"]
-    assert entry.startswith('"""mla_var6_plus_v5: ')
+    stage, entry = (
+        plan.contents[f"{name}_v5.py"] for name in ("attention_block_specialized", "mla_var6_plus")
+    )
+    for words in ("class CtAttentionBlockSpecializedV5(",
+                  'def validate(self, pd: "CtAttentionBlockSpecializedV5")',
+                  "@ct.kernel\ndef attention_block_specialized_v5("):  # fmt: skip
+        assert words in stage
     for words in (
+        '"""mla_var6_plus_v5: ',
         "\nParent: mla_var6_plus_v2.\n",
-        "class CtMlaVar6PlusV5(",
+        "CtMlaVar6PlusV5(",
         '_name="mla_var6_plus_v5"',
         "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import",
     ):
-        assert words in entry
+        assert words in entry  # fmt: skip
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
     # An attribute of a class that kernels share keeps its name.
     source = tree / "kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py"
@@ -140,16 +141,13 @@ def test_the_names_of_the_specification(tree):
     assert "FlashMLASm90.flash_mla," in cute and "class CuteFlashMLAV5(" in cute
 
 
-@pytest.mark.parametrize(
-    ("source", "version", "error"),
-    [
-        *(("flash_mla", v, "vN with N") for v in ("", "5", "v0", "v05", "v5\n", "v5/x", "v٥")),
-        *((s, "v905", "unknown") for s in ("flash_mia", "../flash_mla", "", "flash_mla_v3")),
-    ],
-)
-def test_bad_names_are_refused(source, version, error):
-    with pytest.raises((InvalidArgumentError, UnknownNameError), match=error):
-        plan_clone(source, version)
+def test_bad_names_are_refused():
+    for version in ("", "5", "v0", "v05", "v5\n", "v5/x", "v٥"):
+        with pytest.raises(InvalidArgumentError, match="vN with N"):
+            plan_clone("flash_mla", version)
+    for source in ("flash_mia", "../flash_mla", "", "flash_mla_v3"):
+        with pytest.raises(UnknownNameError):
+            plan_clone(source, "v905")
 
 
 def test_the_command(tree, capsys):
@@ -183,7 +181,7 @@ def test_the_command(tree, capsys):
     assert snapshot(tree) == before
 
 
-def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(tree, monkeypatch):
+def test_what_cannot_be_cloned_leaves_nothing(tree, monkeypatch):
     plan, before = plan_clone("flash_mla", "v5"), snapshot(tree)
 
     def fail(source: Path, target: Path, **options: bool) -> None:
@@ -197,9 +195,7 @@ def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(tree, mon
     for attempt in (lambda: plan_clone("flash_mla", "v5"), lambda: write_clone(plan)):
         with pytest.raises(InvalidArgumentError, match="does not exist yet"):
             attempt()
-
-
-def test_a_source_that_does_not_compile_or_has_no_entry(tree):
+    plan.folder.rmdir()
     entry = tree / MLA / "flash_mla" / "flash_mla" / "flash_mla.py"
     entry.write_text("class CtDemo(:\n")
     with pytest.raises(InvalidArgumentError, match="modules that compile, got flash_mla.py:1"):

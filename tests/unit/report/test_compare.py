@@ -9,16 +9,8 @@ import pytest
 
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.report.compare import (
-    Run,
-    compare,
-    comparison_data,
-    comparison_markdown,
-    comparison_plot,
-    load_run,
-    run_of_record,
-    run_of_result,
-)
+from mla_var3.report import compare as comparison
+from mla_var3.report.compare import Run, compare, comparison_markdown, load_run, run_of_record
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
@@ -90,7 +82,7 @@ def test_a_static_record_and_a_result_are_runs_too():
     assert (found.total.time_us, found.total.predicted_us) == (None, 70.0)
     total = StageFigures("flash_mla", 50.0, 1.0, 1e9, 1e6, 40.0)
     result = ProfileResult("flash_mla", NsightProfType.EVENT, total, [total], record=plain)
-    found = run_of_result(result)
+    found = comparison.run_of_result(result)
     assert (found.total.time_us, found.total.tflops, found.total.gbps) == (50.0, 20.0, 20.0)
     shares = next(row for row in compare([found, found]).rows if row.metric == "of roofline")
     assert shares.texts[0] == "80.0 %"
@@ -102,14 +94,17 @@ def test_changes_against_the_baseline(tmp_path):
     assert "### vs Baseline (mla_var6_plus)" in text
     assert "| Metric | Previous: mla_var6_plus | Current: mla_var6_plus_v2 | Change |" in text
     assert "| time | 100 µs | 80.0 µs | -20.0 % (faster) |" in text
-    data = json.loads(json.dumps(comparison_data(result)))
+    data = json.loads(json.dumps(comparison.comparison_data(result)))
     time, _, rate, *_ = data["metrics"]
     assert time["values"] == {"mla_var6_plus": 100.0, "mla_var6_plus_v2": 80.0}
     assert time["change_percent"] == {"mla_var6_plus_v2": -20.0}
     assert rate["metric"] == "TFLOP/s" and list(rate["change_percent"].values()) == [25.0]
-    assert {f.name for f in comparison_plot(result, tmp_path / "c")} == {"c.png", "c.svg"}
+    assert {f.name for f in comparison.comparison_plot(result, tmp_path / "c")} == {
+        "c.png",
+        "c.svg",
+    }
     result.rows.clear()
-    assert comparison_plot(result, tmp_path / "d") == []
+    assert comparison.comparison_plot(result, tmp_path / "d") == []
 
 
 def test_other_problems_and_devices_are_refused_by_name():

@@ -96,14 +96,12 @@ def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     """All findings, and a command for each engine that is installed."""
     if tp < 1:
         raise InvalidArgumentError("--tp", "a positive integer", tp)
-    findings = [*_hardware(), _compiler()]
-    commands = []
+    findings, commands, without = [*_hardware(), _compiler()], [], []
     name = "MODEL" if model is None else str(model)
     path = model / "config.json" if model is not None and model.is_dir() else model
     config = {} if path is None else text_config(path, f"--model: {path}")
     kind = str(config.get("model_type", "unknown"))
     serving = [engine for engine, known in ENGINES.items() if kind not in known.without_mla]
-    without = []
     for engine, known in ENGINES.items():
         found = installed(*known.distributions)
         if found is None:

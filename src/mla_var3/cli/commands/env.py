@@ -45,17 +45,16 @@ PACKAGES = {
 
 def env_facts() -> dict[str, Any]:
     """What the command prints, JSON-ready."""
-    here = environment()
+    here, tools, packages = environment(), {}, {}
+    for name, (purpose, hint) in TOOLS.items():
+        path = find_tool(name) or shutil.which(name)
+        tools[name] = {"path": path, "for": purpose, "install": hint}
+    for name, (purpose, hint) in PACKAGES.items():
+        packages[name] = {"version": installed(name), "for": purpose, "install": hint}
     return {
         **here,
-        "tools": {
-            name: {"path": find_tool(name) or shutil.which(name), "for": purpose, "install": hint}
-            for name, (purpose, hint) in TOOLS.items()
-        },
-        "packages": {
-            name: {"version": installed(name), "for": purpose, "install": hint}
-            for name, (purpose, hint) in PACKAGES.items()
-        },
+        "tools": tools,
+        "packages": packages,
         "folders": {"out": str(output_root().resolve()), "cache": str(cache_root().resolve())},
         "devices": {spec.name: _device_facts(spec) for spec in load_devices().values()},
         "this_device_known": _known(here["gpu"]),
@@ -67,9 +66,8 @@ def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
     """The driver with which cuTile kernels can be profiled, and whether this machine has it."""
     found = (gpu or {}).get("driver")
     fits = version_numbers(found) >= version_numbers(CUTILE_DRIVER) if found else None
-    remark = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
-    if fits:
-        remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})"
+    needed = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
+    remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})" if fits else needed
     return {"cutile": CUTILE_DRIVER, "found": found, "sufficient": fits, "remark": remark}
 
 

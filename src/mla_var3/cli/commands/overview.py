@@ -88,6 +88,6 @@ def _print_predictions(result: overview.OverviewResult) -> None:
     for entry in result.sweeps:
         times = [microseconds(each[index].advised_us) for each in entry.predictions.values()]
         fastest = entry.fastest(index) or "not ranked"
-        rows.append((entry.device.removeprefix("NVIDIA "), entry.heading, *times, fastest))
+        rows.append((entry.spec.name.removeprefix("NVIDIA "), entry.heading, *times, fastest))
     title = f"predicted call time, s={s} (predictions, not measurements)"
     console.print_table(title, ("device", "times", *first.predictions, "fastest"), rows)

@@ -169,7 +169,7 @@ def _print_prefix(plan: PrefixPlan) -> None:
 
 def write_plan(plan: WindowPlan | PrefixPlan, folder: Path) -> list[Path]:
     """Write the plan as JSON; of a window also a page and plots of time against n and memory."""
-    from mla_var3.report.plots import line_plot
+    from mla_var3.bench.plots import line_plot
 
     record, page = folder / "plan.json", folder / "plan.md"
     markdown.write_json(record, plan.to_dict())

@@ -50,7 +50,7 @@ def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
             times = map(microseconds, (found.kernel_us, found.call_us, found.steady_call_us))
             choice = " ".join(f"{key}={value}" for key, value in found.choice.items())
             rows.append((name + " *" * (kernel == fastest), *times, choice))
-        title = f"{entry.device}, {'predicted' if entry.fitted else IDEAL}"
+        title = f"{entry.spec.name}, {'predicted' if entry.fitted else IDEAL}"
         best = list(entry.predictions).index(fastest) if fastest else None
         print_table(title, ("kernel", "kernel time", "call time", "steady", "choice"), rows, best)
     say(f"{sizes_text(problem)} {problem.dtype}. Predictions, not measurements.")
@@ -62,4 +62,4 @@ def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
         say(f"{IDEAL}: with every SM busy; hyper-mla choose counts those that cuTile leaves idle")
     for entry in sweeps:
         sources = {found.basis: None for (found,) in entry.predictions.values()}
-        say(f"{entry.device}: {'; '.join(sources)}")
+        say(f"{entry.spec.name}: {'; '.join(sources)}")

@@ -1,12 +1,11 @@
-"""Plots are written, of a sensible size, and say what they show."""
+"""Sweeps rank what was timed; plots are of a sensible size and say what they show."""
 
 from matplotlib.image import imread
 
-from mla_var3.bench.plots import COLOURS
+from mla_var3.bench.plots import COLOURS, bar_plot, line_plot
 from mla_var3.conf.devices import load_devices
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import bar_plot, line_plot
 from mla_var3.report.sweep import sweep
 
 
