@@ -48,7 +48,6 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
             designs.add(PurePosixPath(*path.parts[:4]))
         if len(path.parts) >= 6:
             versions.add(PurePosixPath(*path.parts[:5]))
-
     for design in sorted(designs):
         if str(design / "__main__.py") not in sources:
             problems.append(f"{design}: has no __main__.py")

@@ -38,16 +38,6 @@ torch.manual_seed(0)
 """
 
 
-def without_fences(text: str) -> str:
-    return FENCE.sub("", text)
-
-
-def sections_of(text: str) -> list[tuple[str, str]]:
-    """The second-level headings of a page with what stands under each."""
-    parts = re.split(r"^## +(.+?) *$", without_fences(text), flags=re.MULTILINE)
-    return list(zip(parts[1::2], parts[2::2], strict=True))
-
-
 def tables_of(text: str) -> list[list[list[str]]]:
     """Markdown tables as rows of cells, the heading first, the rule left out."""
     blocks = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
@@ -64,14 +54,15 @@ def numbers_in(text: str) -> set[str]:
 
 def page_problems(text: str, page: Path) -> list[str]:
     """What a knowledge page lacks of the template; sources are links relative to where it lies."""
+    prose = FENCE.sub("", text)
     problems = []
-    if len(re.findall(r"^# +\S", without_fences(text), re.MULTILINE)) != 1:
+    if len(re.findall(r"^# +\S", prose, re.MULTILINE)) != 1:
         problems.append("expected one title")
-    sections = sections_of(text)
-    if [name for name, _ in sections] != SECTIONS:
-        return [*problems, f"expected the sections {SECTIONS}, got {[n for n, _ in sections]}"]
-    problems += [f"{name}: empty" for name, body in sections if not body.strip()]
-    bodies = dict(sections)
+    _, *parts = re.split(r"^## +(.+?) *$", prose, flags=re.MULTILINE)
+    if parts[::2] != SECTIONS:
+        return [*problems, f"expected the sections {SECTIONS}, got {parts[::2]}"]
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    problems += [f"{name}: empty" for name, body in bodies.items() if not body.strip()]
     provenance = PROVENANCE.fullmatch(bodies["Provenance"].strip())
     if provenance is None:
         problems.append("Provenance: expected [YYYY-MM, arch, toolkit, N=k] and nothing else")
@@ -125,35 +116,16 @@ def device_problems(text: str, entry: dict[str, Any]) -> list[str]:
         value = figure["value"]
         printed = ", ".join(value) if isinstance(value, tuple) else str(value)
         wanted = [printed, figure["unit"] or "-", figure["kind"], figure["date"], figure["source"]]
-        problems += [
-            f"{key}: expected {want!r}, got {got!r}"
-            for want, got in zip(wanted, rows[key], strict=True)
-            if want != got
-        ]
-    peak, bandwidth = (
-        entry[name]["value"] for name in ("peak_bfloat16_float32_tflops", "peak_dram_bw_GBps")
-    )
-    ridge = f"Ridge point: {peak * 1e3 / bandwidth:.1f} FLOP/byte"
-    if ridge not in text:
-        problems.append(f"expected {ridge!r}")
-    return problems
+        for want, got in zip(wanted, rows[key], strict=True):
+            problems += [f"{key}: expected {want!r}, got {got!r}"] if want != got else []
+    peak = entry["peak_bfloat16_float32_tflops"]["value"]
+    ridge = f"Ridge point: {peak * 1e3 / entry['peak_dram_bw_GBps']['value']:.1f} FLOP/byte"
+    return problems if ridge in text else [*problems, f"expected {ridge!r}"]
 
 
-def snippets_of(text: str) -> list[tuple[str, bool]]:
-    """Python blocks of a page, each with whether it is marked to be run."""
-    return [
-        (body, bool(run)) for run, language, body in FENCE.findall(text) if language == "python"
-    ]
-
-
-def syntax_problems(text: str) -> list[str]:
-    problems = []
-    for body, _ in snippets_of(text):
-        try:
-            ast.parse(textwrap.dedent(body))
-        except SyntaxError as error:
-            problems.append(f"{error.msg}: {body.splitlines()[0]}")
-    return problems
+def snippets_of(text: str) -> list[tuple[str, str]]:
+    """The marks of Python blocks of a page, which say that they are to be run, and the blocks."""
+    return [(run, body) for run, language, body in FENCE.findall(text) if language == "python"]
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +141,8 @@ def findings(knowledge: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def device_table() -> dict[str, Any]:
     """The values of every device, as dicts."""
-    return {
-        spec.name: {key: asdict(value) for key, value in spec.values.items()}
-        for spec in load_devices(devices_path()).values()
-    }
+    specs = load_devices(devices_path()).values()
+    return {spec.name: {k: asdict(value) for k, value in spec.values.items()} for spec in specs}
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +164,10 @@ def test_device_pages_equal_the_table(repo_root, device_table):
 
 
 def test_snippets_parse_and_those_of_the_reference_run(reference, findings, tmp_path):
-    texts = [reference, *(page.read_text() for page in findings)]
-    assert [problem for text in texts for problem in syntax_problems(text)] == []
-    marked = [body for body, run in snippets_of(reference) if run]
+    for text in (reference, *(page.read_text() for page in findings)):
+        for _, body in snippets_of(text):
+            ast.parse(textwrap.dedent(body))
+    marked = [body for run, body in snippets_of(reference) if run]
     assert len(marked) >= 3
     for body in marked:
         run_snippet(PRELUDE + body, tmp_path)

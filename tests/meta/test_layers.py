@@ -66,13 +66,9 @@ def imports_of(path: str, source: str | ast.Module) -> Iterator[Import]:
 
 def versions_in(paths: Mapping[str, str]) -> set[tuple[str, ...]]:
     """Version packages, as (language, layer, design, version)."""
-    return {
-        parts[1:5]
-        for parts in (PurePosixPath(path).parts for path in paths)
-        if len(parts) == 6
-        and parts[0] == "kernel"
-        and re.fullmatch(re.escape(parts[3]) + r"(_v\d+)?", parts[4])
-    }
+    version = re.compile(r"kernel/(\w+/\w+/(\w+)/\2(_v\d+)?)/[^/]+")
+    found = filter(None, map(version.fullmatch, paths))
+    return {tuple(match[1].split("/")) for match in found}
 
 
 def is_within(name: str, module: str) -> bool:
@@ -113,15 +109,15 @@ def violations_in(sources: Mapping[str, str]) -> list[str]:
             room = imported.name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
             if room not in RANK or is_main:  # a name of the package itself, such as __version__
                 continue
+            problem: str | None = None
             if is_root:
                 if not imported.in_function and room != "errors":
-                    found.append(f"{place}: imports {room} when the package is imported")
+                    problem = f"imports {room} when the package is imported"
             elif RANK[room] > RANK[own_room]:
-                found.append(f"{place}: {own_room} imports {room} ({imported.name})")
-            elif room == own_room == "kernel" and (
-                problem := kernel_violation(path, imported, versions)
-            ):
-                found.append(f"{place}: {problem}")
+                problem = f"{own_room} imports {room} ({imported.name})"
+            elif room == own_room == "kernel":
+                problem = kernel_violation(path, imported, versions)
+            found += [f"{place}: {problem}"] if problem else []
     return found
 
 
@@ -134,10 +130,8 @@ def test_the_package_keeps_its_layers_and_has_no_import_circles(package_sources)
 
 FLASH = "kernel/cutile/mla/flash/flash/flash.py"
 FLASH_V2 = "kernel/cutile/mla/flash/flash_v2/flash_v2.py"
-OTHER, CUTE = (
-    "kernel/cutile/mla/other/other/other.py",
-    "kernel/cute_python/mla/flash/flash/flash.py",
-)
+OTHER = "kernel/cutile/mla/other/other/other.py"
+CUTE = "kernel/cute_python/mla/flash/flash/flash.py"
 KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""}
 
 
@@ -166,10 +160,8 @@ KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""
     ],
 )
 def test_a_planted_violation_is_found(path, source, message):
-    violations = violations_in({**KERNELS, path: source})
-    assert len(violations) == 1, violations
-    assert violations[0].startswith(path)
-    assert message in violations[0]
+    [violation] = violations_in({**KERNELS, path: source})
+    assert violation.startswith(path) and message in violation
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:

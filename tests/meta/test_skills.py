@@ -25,32 +25,22 @@ LINES = 120
 """A skill is loaded as a whole: details go to files beside it."""
 
 
-def front_matter(text: str) -> dict[str, str]:
-    """The fields at the head of a skill; empty when there are none of the expected form."""
-    match = FRONT_MATTER.match(text)
-    if match is None:
-        return {}
-    return dict(line.split(": ", 1) for line in match["fields"].splitlines())
-
-
 def skill_problems(text: str, folder_name: str) -> list[str]:
     """What is wrong with the head or the length of a skill."""
-    fields = front_matter(text)
+    head = FRONT_MATTER.match(text)
+    fields = dict(line.split(": ", 1) for line in head["fields"].splitlines()) if head else {}
     if sorted(fields) != ["description", "name"]:
         return [f"expected front matter with name and description, got {sorted(fields)}"]
-    problems = []
-    if fields["name"] != folder_name:
-        problems.append(f"name: expected {folder_name}, got {fields['name']}")
-    if "Use when" not in fields["description"] and "Use after" not in fields["description"]:
-        problems.append("description: expected the triggers, 'Use when ...'")
-    if not 80 <= len(fields["description"]) <= 1024:
-        problems.append("description: expected 80 to 1024 characters")
-    # A colon and a space would end the value for a YAML reader.
-    if ": " in fields["description"] or fields["description"].startswith(("[", "{", '"', "'")):
-        problems.append("description: expected plain YAML text")
-    if len(text.splitlines()) > LINES:
-        problems.append(f"expected at most {LINES} lines, got {len(text.splitlines())}")
-    return problems
+    name, description = fields["name"], fields["description"]
+    rules = {
+        f"name: expected {folder_name}, got {name}": name == folder_name,
+        "description: expected the triggers": re.search("Use (when|after)", description),
+        "description: expected 80 to 1024 characters": 80 <= len(description) <= 1024,
+        # A colon and a space would end the value for a YAML reader.
+        "description: expected plain YAML text": not re.search(r"""^[\[{"']|: """, description),
+        f"expected at most {LINES} lines": len(text.splitlines()) <= LINES,
+    }
+    return [problem for problem, right in rules.items() if not right]
 
 
 def script_commands(text: str) -> list[list[str]]:
@@ -101,11 +91,8 @@ def test_names_of_the_languages_exist(texts, language):
 
 def test_the_catalogues_are_complete(repo_root, folder):
     knowledge = repo_root / "docs" / "knowledge"
-    pages = sorted(
-        path.relative_to(repo_root).as_posix()
-        for path in knowledge.rglob("*.md")
-        if path.name != "README.md"
-    )
+    paths = [path for path in knowledge.rglob("*.md") if path.name != "README.md"]
+    pages = [path.relative_to(repo_root).as_posix() for path in paths]
     for name, is_cute in (("optimization-catalog", False), ("optimization-catalog-cute-dsl", True)):
         catalogue = (folder / name / "SKILL.md").read_text()
         named = re.findall(r"`(docs/knowledge/[^`*]+\.md)`", catalogue)

@@ -10,9 +10,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import pytest
 
@@ -25,14 +24,13 @@ BLOCK = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A block: a file to write, a change, commands to run, or commands that have to fail.
 
     The text is the file's path, or what the commands have to print.
     """
 
-    kind: Literal["file", "diff", "run", "fails"]
+    kind: str
     body: str
     text: str
     line: int
@@ -40,18 +38,12 @@ class Step:
 
 def steps_of(page: str) -> Iterator[Step]:
     """What a page asks for, in order; plain blocks are for reading."""
-    kinds: dict[str, Literal["diff", "run", "fails"]] = {
-        "diff": "diff",
-        "{.bash}": "run",
-        "{.bash .fails}": "fails",
-    }
+    kinds = {"diff": "diff", "{.bash}": "run", "{.bash .fails}": "fails"}
     for block in BLOCK.finditer(page):
-        line = page.count("\n", 0, block.start()) + 1
-        text = block["text"] or ""
-        if block["note"] == "file":
-            yield Step("file", block["body"], text, line)
-        elif block["info"] in kinds:
-            yield Step(kinds[block["info"]], block["body"], text, line)
+        kind = "file" if block["note"] == "file" else kinds.get(block["info"])
+        if kind is not None:
+            line = page.count("\n", 0, block.start()) + 1
+            yield Step(kind, block["body"], block["text"] or "", line)
 
 
 def unnamed_files(page: str) -> list[str]:
@@ -77,11 +69,8 @@ class Copy:
             shutil.copy(repo_root / name, root / name)
         programs = root / "bin"
         programs.mkdir()
-        start = {
-            "python": "",
-            "ruff": "-m ruff",
-            "hyper-mla": "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'",
-        }
+        command = "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'"
+        start = {"python": "", "ruff": "-m ruff", "hyper-mla": command}
         for program, arguments in start.items():
             call = f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n'
             write_script(programs / program, call)
@@ -163,18 +152,15 @@ rm -rf not run
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_a_step_that_comes_out_otherwise_is_found(copy):
+    for old, new in (
         ("echo two", "echo three"),
         ("exit 3", "exit 0"),
         ("-x = 1", "-x = 7"),
         ("src/new.py -->", "gone/new.py -->"),
         ("&& echo two", "&& false"),
-    ],
-)
-def test_a_step_that_comes_out_otherwise_is_found(copy, old, new):
-    assert old in PAGE
-    with pytest.raises(AssertionError):
-        for step in steps_of(PAGE.replace(old, new, 1)):
-            copy.follow(step)
+    ):
+        assert old in PAGE
+        with pytest.raises(AssertionError):
+            for step in steps_of(PAGE.replace(old, new, 1)):
+                copy.follow(step)

@@ -46,11 +46,8 @@ def test_projections_and_failures_do_not_compete():
         peer(time_us=900.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_ours, group.best_rival, group.basis) == (
-        rows[0],
-        rows[3],
-        analysis.CALL_TIME,
-    )
+    assert (group.best_ours, group.best_rival) == (rows[0], rows[3])
+    assert group.basis == analysis.CALL_TIME
     assert analysis.row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
     (group,) = shape_groups([row(), peer(projections_us=None)])
     assert group.basis == analysis.KERNEL_TIME
@@ -59,15 +56,13 @@ def test_projections_and_failures_do_not_compete():
 def test_an_eight_bit_kernel_is_never_our_best():
     rows = [row(time_us=1000.0), eight_bit(500.0), peer(time_us=900.0)]
     (group,) = shape_groups(rows)
-    assert group.best_ours is rows[0]
-    assert group.best_eight_bit is rows[1]
+    assert (group.best_ours, group.best_eight_bit) == (rows[0], rows[1])
     grid = speedup_grid(rows)
     assert grid is not None and grid.cells == pytest.approx({(16, 4096): 940 / 1040})
     assert any(rows[1].label in text and "1.74x" in text for text in doubts(rows))
     lines = [eight_bit(10.0 * s, s=s) for s in (8, 16, 64, 128)]
     data = times_over_s([*sweep_rows(), *lines])
-    assert data is not None
-    assert "mla_var6_plus_v2 (cute-dsl) 8-bit" in data.series
+    assert data is not None and "mla_var6_plus_v2 (cute-dsl) 8-bit" in data.series
     assert [(c.before, c.after) for c in data.crossings] == [("flash_mla", "flash_attention")]
 
 
@@ -88,23 +83,24 @@ def test_8_bit_caches_meet_8_bit_peers():
 
 
 def test_a_prediction_is_compared_with_the_pure_paths():
-    rows = [
-        row("flash_mla_v2", 800.0, kind=PREDICTED),
-        row("flash_attention", 900.0, kind=PREDICTED),
-        row("mla_var6_plus", 400.0, kind=PREDICTED, projections_us=20.0),
-    ]
-    (group,) = shape_groups(rows)
-    assert (group.best_rival, group.best_ours) == (rows[0], rows[2])
-    assert group.speedup(rows[2]) == pytest.approx(840 / 420)
+    pure = [row(name, 800.0, kind=PREDICTED) for name in ("flash_mla_v2", "flash_attention")]
+    mix = row("mla_var6_plus", 400.0, kind=PREDICTED, projections_us=20.0)
+    (group,) = shape_groups([*pure, mix])
+    assert (group.best_rival, group.best_ours) == (pure[0], mix)
+    assert group.speedup(mix) == pytest.approx(840 / 420)
 
 
-def test_crossings_lie_where_the_lines_meet():
+def test_crossings_lie_where_the_lines_meet_and_windows_are_grouped():
     data = times_over_s(sweep_rows())
     assert data is not None and data.title == "b=32 t=4096 h=128"
     (crossing,) = data.crossings
     assert (crossing.before, crossing.after) == ("flash_mla", "flash_attention")
     assert crossing.s == pytest.approx(32.0)
-    assert times_over_s([row(), peer()]) is None
+    data = times_over_n([*window_rows(), row("mla_var6_plus", 5.0, s=64, choices={"n": 0})])
+    points = [(0, 100.0), (2048, 2148.0)]
+    assert data is not None
+    assert data.series == {f"mla_var6_plus_v3, s={s}": points for s in (16, 32)}
+    assert times_over_s([row(), peer()]) is times_over_n([row()]) is None
 
 
 @pytest.mark.parametrize(
@@ -123,14 +119,6 @@ def test_only_lines_with_a_time_on_either_side_cross(a, b, meet):
     found = analysis.find_crossings({"b": b, "a": a})
     assert [(c.before, c.after) for c in found] == ([] if meet is None else [("a", "b")])
     assert meet is None or found[0].s == pytest.approx(meet)
-
-
-def test_windows_are_grouped_by_kernel_and_length():
-    data = times_over_n([*window_rows(), row("mla_var6_plus", 5.0, s=64, choices={"n": 0})])
-    points = [(0, 100.0), (2048, 2148.0)]
-    assert data is not None
-    assert data.series == {f"mla_var6_plus_v3, s={s}": points for s in (16, 32)}
-    assert times_over_n([row()]) is None
 
 
 def test_the_grid_compares_all_cells_by_the_same_time():

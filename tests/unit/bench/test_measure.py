@@ -48,14 +48,12 @@ def test_rounds_are_combined_into_median_and_widest_spread():
     timer = FakeTimer(100.0, 130.0, 110.0)
     peer = fake_contender("a", [], versions={"flashmla": "vllm 1"})
     (found,) = measure(peer, timer=timer, rounds=3)
-    assert (found.time_us, found.spread_us) == (110.0, (131 - 99) / 2)
-    assert found.rounds_us == (100.0, 130.0, 110.0)
-    assert (found.runs, found.timer) == (60, "cuda-graph")
+    assert (found.time_us, found.spread_us, found.runs) == (110.0, (131 - 99) / 2, 60)
+    assert (found.rounds_us, found.timer) == ((100.0, 130.0, 110.0), "cuda-graph")
     assert found.tflops == pytest.approx(2e9 / 110 / 1e6)
     assert (found.device, found.command) == (AROUND["device"], AROUND["command"])
     assert found.versions == {**AROUND["versions"], "flashmla": "vllm 1"}
-    cold = Timing(1, 1, 1, 1, 1, "cuda-graph", True)
-    warm = Timing(2, 1, 3, 1, 1, "cuda-graph", False)
+    cold, warm = (Timing(1, 1, 1, 1, 1, "cuda-graph", is_cold) for is_cold in (True, False))
     assert not summarise([cold, warm]).cold_l2 and summarise([cold, cold]).cold_l2
 
 
@@ -143,12 +141,12 @@ def test_a_plan_says_what_it_cannot_do(monkeypatch):
     bench_contenders.require_memory(small)
     with pytest.raises(UnsupportedError, match="GiB of free GPU memory, got 9.31 GiB"):
         bench_contenders.require_memory(large)
-    choice = KernelChoice(find_kernel("flash_mla"), {"n": 3})
-    with pytest.raises(Exception, match="expected a plan that takes n=3"):
-        make_plan(choice, SMALL, "sm_90")
-    with pytest.raises(Exception, match="expected one of its targets .* got sm_80"):
-        make_plan(KernelChoice(find_kernel("flash_attention")), SMALL, "sm_80")
-    assert make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90").params()["t"] == 70
+    for kernel, fields, target, message in (
+        ("flash_mla", {"n": 3}, "sm_90", "expected a plan that takes n=3"),
+        ("flash_attention", {}, "sm_80", "expected one of its targets .* got sm_80"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            make_plan(KernelChoice(find_kernel(kernel), fields), SMALL, target)
 
 
 def test_kernels_share_the_seconds_of_tuning(monkeypatch):

@@ -76,6 +76,10 @@ def test_shapes_show_what_is_unusual():
         assert records.shape_text(MlaProblem(b=2, s=1, t=64, h=4, **more)) == text
 
 
+def of(*rows: object) -> str:
+    return json.dumps({"schema": SCHEMA, "suite": "a", "environment": {}, "rows": rows})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -83,9 +87,12 @@ def test_shapes_show_what_is_unusual():
         ("[]", "a benchmark record"),
         ("{}", "without rows"),
         ('{"rows": [], "environment": {}, "schema": "x/9"}', "this version reads"),
+        (of(None), "row 0: expected a row"),
+        (of({"kernel": "x"}), r"row 0 \(x\): expected the field 'problem'"),
+        (of({"kernel": "x", "problem": dict.fromkeys("bsth", 0)}), r"row 0 \(x\), b: expected"),
     ],
 )
-def test_a_bad_file_is_named(text, message, tmp_path):
+def test_a_bad_file_or_row_is_named(text, message, tmp_path):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(InvalidArgumentError, match=f"bad.json: .*{message}"):
         load_record(tmp_path / "bad.json")
@@ -116,21 +123,6 @@ def test_an_invalid_value_is_refused_on_load_and_on_write(field, value, tmp_path
     with pytest.raises(InvalidArgumentError, match=where):
         save_record(record(row(), replace(peer(), **{field: changed})), file)
     assert file.read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (None, "row 0: expected a row"),
-        ({"kernel": "x"}, r"row 0 \(x\): expected the field 'problem'"),
-        ({"kernel": "x", "problem": {"b": 0, "s": 1, "t": 1, "h": 1}}, r"row 0 \(x\), b: expected"),
-    ],
-)
-def test_a_row_that_is_no_row_is_named(entry, message, tmp_path):
-    data = {"schema": SCHEMA, "suite": "a", "environment": {}, "rows": [entry]}
-    (tmp_path / "a.json").write_text(json.dumps(data))
-    with pytest.raises(InvalidArgumentError, match=message):
-        load_record(tmp_path / "a.json")
 
 
 def test_merged_records_keep_the_latest_row_per_device():

@@ -9,6 +9,7 @@ import pytest
 
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import suites
+from mla_var3.bench.plots import draw_plots
 from mla_var3.bench.predict import predict_case
 from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, load_record
 from mla_var3.bench.suites import Case, KernelChoice
@@ -32,11 +33,7 @@ def these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "mla_kernels", lambda: list(CUTILE))
     monkeypatch.setattr(bench_run, "cuda_available", lambda: False)
     monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: False)
-
-
-@pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take most of the time and have tests of their own."""
+    # Plots take most of the time and have tests of their own.
     monkeypatch.setattr(bench_run, "draw_plots", lambda record, folder: [])
 
 
@@ -44,7 +41,8 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_sweep_without_a_gpu_makes_the_whole_report(tmp_path, capsys):
+def test_a_sweep_without_a_gpu_makes_the_whole_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_run, "draw_plots", draw_plots)
     argv = ["bench", "sweep", "--s=16,64", "--t=1024,4096", f"--out_dir={tmp_path}"]
     assert main(argv) == 0
     out = capsys.readouterr().out
@@ -60,7 +58,6 @@ def test_a_sweep_without_a_gpu_makes_the_whole_report(tmp_path, capsys):
     assert "Predictions, not measurements" in (tmp_path / "sweep.html").read_text()
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_the_prediction_is_that_of_the_cost_model(tmp_path):
     from mla_var3.op.mla.model.designs import design_estimates
 
@@ -84,7 +81,6 @@ def test_ideal_rows_stay_below_the_peaks(device, s):
         assert ideal_us <= row.time_us * (1 + 1e-9), row.label
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(tmp_path, monkeypatch):
     ghost = KernelId("ghost", 0, "cutile-dsl", "mla")
     monkeypatch.setattr(suites, "mla_kernels", lambda: [*CUTILE, ghost])
@@ -94,7 +90,6 @@ def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(tmp_path, monk
     assert rows["flash_mla"].time_us
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_recorded_results_make_the_same_report_and_can_be_sent(tmp_path, capsys):
     record = RESULTS / "2026-11-15-nvidia-h200.json"
     argv = ["bench", "--records", str(record), "--contribute", f"--out_dir={tmp_path}"]
@@ -108,7 +103,6 @@ def test_recorded_results_make_the_same_report_and_can_be_sent(tmp_path, capsys)
     assert len(load_record(tmp_path / "contribution.json").rows) == len(measured)
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(tmp_path, capsys):
     assert main(["bench", "var6_plus", "--version=v77", f"--out_dir={tmp_path}"]) == EXIT_ABSENT
     out = capsys.readouterr().out
@@ -129,7 +123,6 @@ def test_an_interrupted_prediction_leaves_no_empty_folder(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_against_an_earlier_record(tmp_path, capsys):
     argv = ["bench", "all", "--t=1024"]
     assert main([*argv, f"--out_dir={tmp_path / 'a'}"]) == 0
@@ -147,7 +140,6 @@ def test_against_an_earlier_record(tmp_path, capsys):
     assert verdicts["passed"] is False
 
 
-@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     ("module", "argv", "suite", "code"),
     [

@@ -34,38 +34,31 @@ def test_no_columns_are_no_reason_to_print_nothing(monkeypatch, capsys):
     assert "error: b: expected a positive integer, got 0" in capsys.readouterr().err
 
 
-def test_an_interrupt_tells_only_what_was_interrupted(capsys):
-    interrupt = KeyboardInterrupt()
-
-    def interrupted() -> int:
-        raise interrupt
-
-    assert guarded(interrupted) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-    interrupt.add_note("results so far are kept")
-    assert guarded(interrupted) == 130
-    assert capsys.readouterr().err == "error: interrupted; results so far are kept\n"
-
-
-def test_a_hung_kernel_ends_the_process(capsys, monkeypatch):
-    """The normal end of the process would wait for the kernel."""
-    ended: list[int] = []
+def test_an_interrupt_tells_what_was_interrupted_and_a_hung_kernel_ends(monkeypatch, capsys):
+    noted, ended = KeyboardInterrupt(), list[int]()
+    noted.add_note("results so far are kept")
+    hung = DeviceTimeoutError("flash_mla: expected to end within 60 s")
+    # The normal end of the process would wait for the kernel that hangs.
     monkeypatch.setattr(console.os, "_exit", ended.append)
+    for error, code, said in (
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (noted, 130, "error: interrupted; results so far are kept\n"),
+        (hung, 1, "error: flash_mla: expected to end within 60 s\n"),
+    ):
 
-    def hangs() -> int:
-        raise DeviceTimeoutError("flash_mla: expected to end within 60 s")
+        def fails(error: BaseException = error) -> int:
+            raise error
 
-    assert guarded(hangs) == 1
+        assert guarded(fails) == code
+        assert capsys.readouterr().err == said
     assert ended == [1]
-    assert "error: flash_mla: expected to end" in capsys.readouterr().err
 
 
 def test_times_at_the_vendors_peaks_are_called_ideal(capsys):
     figures = StageFigures("f", None, None, 1e9, 1e6, 5.0)
     record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA H200": 5.0}}
-    console.print_result(
-        ProfileResult("f", NsightProfType.STATIC, figures, [figures], None, record=record)
-    )
+    static = NsightProfType.STATIC
+    console.print_result(ProfileResult("f", static, figures, [figures], None, record=record))
     out = capsys.readouterr().out
     assert "f, static mode, planned for NVIDIA H200" in out and " ideal " in out
     assert "not measured, at the vendor's peaks: NVIDIA H200 5.00 µs" in out

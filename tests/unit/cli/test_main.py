@@ -69,6 +69,9 @@ def test_choose_says_whose_times_are_estimates(capsys, monkeypatch):
 
 def test_list(capsys):
     names = [kernel.full_name for kernel in paths.discover_kernels()]
+    for kernel in paths.discover_kernels():
+        if kernel.language == "cutile-dsl":
+            assert paths.declared_targets(kernel) == paths.plan_class(kernel).targets
     out = printed(capsys, "list")
     assert all(name in out for name in names)
     rows = json.loads(printed(capsys, "list --json"))
@@ -94,12 +97,6 @@ def test_list_says_why_a_kernel_does_not_run(target, installed, reason, monkeypa
     assert row["cpu"]["runs"] == row["compiles"] == installed
 
 
-def test_declared_targets_are_those_of_the_plans():
-    for kernel in paths.discover_kernels():
-        if kernel.language == "cutile-dsl":
-            assert paths.declared_targets(kernel) == paths.plan_class(kernel).targets
-
-
 def test_show_names_the_choice_that_a_run_on_the_device_would_make(capsys):
     pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
     kernel = paths.find_kernel("mla_var6_plus", language="cute-dsl")
@@ -123,17 +120,11 @@ def test_show(capsys):
     assert [Path(path).name for path in facts["tunings"]] == ["flash_mla-abc.json"]
 
 
-@pytest.mark.parametrize(
-    ("driver", "sufficient"),
-    [("580.126.09", True), ("610.1", True), ("580.126.8", False), ("570.200", False), (None, None)],
-)
-def test_the_driver_that_cutile_needs(driver, sufficient):
-    found = env._driver_requirement({"driver": driver})
-    assert found["sufficient"] is sufficient
-    assert "r580.126.09" in found["remark"]
-
-
 def test_env(capsys):
+    drivers = {"580.126.09": True, "610.1": True, "580.126.8": False, "570.200": False, None: None}
+    for driver, sufficient in drivers.items():
+        found = env._driver_requirement({"driver": driver})
+        assert found["sufficient"] is sufficient and "r580.126.09" in found["remark"]
     out = printed(capsys, "env")
     for words in ("GPU:", "versions:", "tileiras", "NVIDIA H200", "torch", "r580.126.09"):
         assert words in out
@@ -161,10 +152,8 @@ def test_predict(capsys):
 @pytest.mark.parametrize("command", ["run", "profile"])
 def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     seen: list[Any] = []
-    monkeypatch.setattr(
-        "mla_var3.cli.commands.kernel.run_kernel",
-        lambda kernel, argv, prog: seen.append((kernel.full_name, argv)) or 0,
-    )
+    note = lambda kernel, argv, prog: seen.append((kernel.full_name, argv)) or 0  # noqa: E731
+    monkeypatch.setattr("mla_var3.cli.commands.kernel.run_kernel", note)
     assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
 

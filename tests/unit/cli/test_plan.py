@@ -19,13 +19,15 @@ FILES = {"plan.json", "plan.md"}
 FILES |= {f"time-against-{name}.{kind}" for name in ("n", "memory") for kind in ("png", "svg")}
 
 
-@pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take most of the time; one test draws them."""
+    if "files" in request.node.name:
+        return
     monkeypatch.setattr("mla_var3.bench.plots.line_plot", lambda *_, **options: [])
 
 
-def test_the_table_says_that_it_predicts_and_from_what(capsys, no_plots):
+def test_the_table_says_that_it_predicts_and_from_what(capsys):
     assert main([*H200, "--s=64", "--budget=1GiB"]) == 0
     out = capsys.readouterr().out
     for words in (
@@ -42,7 +44,7 @@ def test_the_table_says_that_it_predicts_and_from_what(capsys, no_plots):
     assert "chosen" not in out and "8-bit latent cache" not in out
 
 
-def test_the_sizes_name_the_lengths_and_what_was_not_timed_the_dtype(capsys, no_plots):
+def test_the_sizes_name_the_lengths_and_what_was_not_timed_the_dtype(capsys):
     assert main([*H200, "--b=3", "--t=500", "--lengths=500,3,50", "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
     assert "h=128 lengths=500,3,50, window" in out
@@ -52,10 +54,9 @@ def test_the_sizes_name_the_lengths_and_what_was_not_timed_the_dtype(capsys, no_
     assert "lengths=1..4096" in out and "no mix was timed on NVIDIA H200 in float16" in out
 
 
-def test_files_go_to_the_default_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
+def test_files_go_to_the_default_folder():
     assert main([*H200, "--budget=2GiB"]) == 0
-    (folder,) = (tmp_path / "products" / "plan").iterdir()
+    (folder,) = (output_root() / "plan").iterdir()
     assert {file.name for file in folder.iterdir()} == FILES
     page, record = (folder / "plan.md").read_text(), json.loads((folder / "plan.json").read_text())
     assert "predicted: true" in page and "not measurements" in page
@@ -67,18 +68,14 @@ def test_files_go_to_the_default_folder(tmp_path, monkeypatch):
         assert words in svg
 
 
-def test_json_prints_nothing_else_and_writes_only_when_asked(
-    capsys, tmp_path, monkeypatch, no_plots
-):
-    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
+def test_json_prints_nothing_else_and_writes_only_when_asked(capsys, tmp_path):
     argv = [*H200, "--budget=100GiB", "--layers=61", "--dtype=fp8", "--json"]
     assert main(argv) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert not (tmp_path / "products").exists()
+    assert not output_root().exists()
     model = MixModel(mix_parameters(device_spec("H200")), FP8)
-    expected = plan_window(
-        MlaProblem(32, 32, 4096, 128), model, 100 * 2**30, layers=61, multiple=128
-    )
+    problem = MlaProblem(32, 32, 4096, 128)
+    expected = plan_window(problem, model, 100 * 2**30, layers=61, multiple=128)
     assert plan["chosen"]["n"] == expected.chosen.n and plan["layers"] == 61
     assert plan["form"]["name"] == "fp8" and plan["problem"]["dtype"] == "bfloat16"
     same = [*argv[:-2], "--dtype=bfloat16", "--window_dtype=fp8", "--json"]
@@ -88,7 +85,7 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     assert (tmp_path / "kept" / "plan.json").is_file()
 
 
-def test_fitted_parameters_from_a_file(capsys, tmp_path, no_plots):
+def test_fitted_parameters_from_a_file(capsys, tmp_path):
     content = derived_parameters(device_spec("H200")).to_dict()
     content["launch_us"] |= {"value": 50.0, "origin": "fitted", "source": "a test", "error": 0.02}
     path = tmp_path / "rates.json"
