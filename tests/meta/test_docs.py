@@ -43,10 +43,6 @@ def without_fences(text: str) -> str:
     return FENCE.sub(lambda match: "\n" * match.group(0).count("\n"), text)
 
 
-def line_of(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
-
-
 def path_named(token: str, top_files: set[str]) -> str | None:
     """The repository path that a back-ticked token means, or None when it means none.
 
@@ -72,13 +68,11 @@ def missing_paths(text: str, root: Path) -> list[str]:
     top_files |= {"README.md", "AGENTS.md", "CHANGELOG.md", "Makefile", "pyproject.toml"}
     prose = without_fences(text)
     missing = []
-    for match in INLINE_CODE.finditer(prose):
-        named = path_named(match.group(1), top_files)
-        if named is None:
-            continue
-        there = any(root.glob(named)) if "*" in named else (root / named).exists()
-        if not there:
-            missing.append(f"{line_of(prose, match.start())}: `{named}` does not exist")
+    for number, line in enumerate(prose.splitlines(), 1):
+        for token in INLINE_CODE.findall(line):
+            named = path_named(token, top_files)
+            if named is not None and not any(root.glob(named.rstrip("/"))):
+                missing.append(f"{number}: `{named}` does not exist")
     return missing
 
 
@@ -101,7 +95,8 @@ def broken_links(text: str, page: Path, root: Path) -> list[str]:
     broken = []
     for match in LINK.finditer(prose):
         target, _, anchor = match.group(1).partition("#")
-        place = f"{line_of(prose, match.start())}: link to {match.group(1)}"
+        number = prose.count("\n", 0, match.start()) + 1
+        place = f"{number}: link to {match.group(1)}"
         if re.match(r"[a-z][a-z0-9+.-]*:", target, re.IGNORECASE):
             continue
         aim = (page.parent / target).resolve() if target else page
@@ -136,7 +131,7 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
             for joint, part in groupby(lexer, lambda word: bool(re.fullmatch(r"[;&|]+", word))):
                 words = tuple(dropwhile(lambda word: re.match(r"\w+=", word), part))
                 if words and not joint:
-                    yield Command(f"{page}:{line_of(text, block.start())}", words)
+                    yield Command(page, words)
 
 
 def program_of(command: Command) -> tuple[str, list[str]] | None:

@@ -71,10 +71,6 @@ def versions_in(paths: Mapping[str, str]) -> set[tuple[str, ...]]:
     return {tuple(match[1].split("/")) for match in found}
 
 
-def is_within(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")
-
-
 def kernel_violation(path: str, imported: Import, versions: set[tuple[str, ...]]) -> str | None:
     """What is wrong with an import from one kernel module to another, if anything."""
     target = tuple(imported.name.split(".")[2:])
@@ -99,12 +95,11 @@ def violations_in(sources: Mapping[str, str]) -> list[str]:
             found.append(f"{path}: is in no known room ({', '.join(ROOMS)})")
             continue
         for imported in imports_of(path, source):
-            place = f"{path}:{imported.line}"
+            place, name = f"{path}:{imported.line}", f"{imported.name}."
             for language, homes in LANGUAGE_HOMES.items():
-                at_home = any(path == home or path.startswith(home) for home in homes)
-                if is_within(imported.name, language) and not at_home:
+                if name.startswith(f"{language}.") and not path.startswith(homes):
                     found.append(f"{place}: imports {language}, allowed only in {', '.join(homes)}")
-            if not is_within(imported.name, PACKAGE):
+            if not name.startswith(f"{PACKAGE}."):
                 continue
             room = imported.name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
             if room not in RANK or is_main:  # a name of the package itself, such as __version__

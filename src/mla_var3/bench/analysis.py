@@ -135,12 +135,10 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a plot shows, for shapes that differ in one or two sizes.
+    """What a plot shows, for shapes that share the sizes in the title.
 
-    Attributes:
-        title: the sizes that they share.
-        series: name -> (s or n, microseconds), ascending.
-        cells: (s, t) -> speed-up of our best kernel over the best rival.
+    `series` maps names to (s or n, microseconds), ascending; `cells` maps (s, t) to the speed-up of
+    our best kernel over the best rival.
     """
 
     title: str

@@ -298,8 +298,7 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
         def check() -> float:
             return checked_error(kernel, run(), reference(record.LATENT, inputs))
 
-        cost = latent_shared_cost(shared_problem(problem, shared))
-        return Ready(run, check, cost, record.LATENT, asked)
+        return Ready(run, check, shared_cost(problem, shared), record.LATENT, asked)
 
     return Contender(kernel, record.OURS, build, language="cute-dsl", asked=asked)
 
@@ -309,9 +308,9 @@ def prefix_kernel(shared: SharedTokens) -> str:
     return PREFIX_KERNEL if any(shared.tokens) else LATENT_KERNEL
 
 
-def shared_problem(problem: MlaProblem, shared: SharedTokens) -> SharedPrefixProblem:
-    """A problem with its shared tokens, for the cost model: groups of the same mean prefix."""
-    return SharedPrefixProblem(problem, shared.mean, len(shared.tokens))
+def shared_cost(problem: MlaProblem, shared: SharedTokens) -> Cost:
+    """The cost of reading shared tokens once, as of groups with the same mean prefix."""
+    return latent_shared_cost(SharedPrefixProblem(problem, shared.mean, len(shared.tokens)))
 
 
 def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:

@@ -167,10 +167,8 @@ VERDICT_HEADERS = ("kernel", "shape", "before µs", "now µs", "change", "neutra
 class Block:
     """One part of a page; what it is follows from the fields that are set. Styles are CSS classes.
 
-    Attributes:
-        anchor: makes a heading a target of links.
-        items: a list of (text, anchor to link to or "").
-        shares: length of the bar below the first cell of each row, in percent.
+    `items` are (text, anchor to link to or ""), `shares` the lengths in percent of bars below the
+    first cells of rows.
     """
 
     heading: str = ""

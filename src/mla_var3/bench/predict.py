@@ -22,7 +22,6 @@ from mla_var3.op.mla.cost import output_up_projection_cost, query_projection_cos
 from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
-from mla_var3.op.mla.prefix.problem import latent_shared_cost
 from mla_var3.runtime.paths import LANGUAGES, declared_targets, find_kernel
 
 log = logging.getLogger(__name__)
@@ -100,8 +99,7 @@ def _prefix_row(blank: BenchRow, shared: SharedTokens, spec: DeviceSpec) -> Benc
     kernel, choices = contenders.prefix_kernel(shared), {"prefix": shared.mean}
     row = replace(blank, kernel=kernel, language="cute-dsl", choices=choices)
     work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
-    cost = latent_shared_cost(contenders.shared_problem(row.problem, shared))
-    return _latent_row(row, work, spec, cost)
+    return _latent_row(row, work, spec, contenders.shared_cost(row.problem, shared))
 
 
 def _latent_row(

@@ -123,12 +123,10 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and its contenders.
+    """One shape and its contenders, `call` with the kernel that the public call chooses.
 
-    Attributes:
-        call: whether the public call takes part, with the kernel it chooses.
-        shared: first tokens that requests share; peers hold a copy of them per request.
-        cache_dtypes: 8-bit caches that the latent kernel reads as well, (format, language) each.
+    Peers hold a copy of the `shared` tokens per request. `cache_dtypes` are 8-bit caches that the
+    latent kernel reads as well, (format, language) each.
     """
 
     problem: MlaProblem

@@ -75,13 +75,10 @@ RUN_OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Request:
-    """What a command line asks for.
+    """What a command line asks for; a mode of None is to be chosen.
 
-    Attributes:
-        mode: the profiling mode that was asked for, None to choose.
-        given: names of the options that were given.
-        tiling_given: the tiling options among them.
-        tilings_chosen: fields of the plan whose tilings they set.
+    `given` are the options that were given, `tiling_given` the tiling options among them, and
+    `tilings_chosen` the fields of the plan whose tilings they set.
     """
 
     plan: KernelPlan

@@ -106,10 +106,7 @@ def read_config(path: str | Path) -> Model:
 
 
 def text_config(path: str | Path, name: str) -> dict[str, Any]:
-    """What a config.json says of the text model, which may have a part of its own.
-
-    Errors begin with `name`.
-    """
+    """What a config.json, called `name` in errors, says of the text model, all or a part of it."""
     config: Any = read_json(path, "a readable config.json", name)
     if not isinstance(config, dict):
         raise InvalidArgumentError(name, "a JSON object", type(config).__name__)

@@ -96,9 +96,7 @@ def test_predictions_are_labelled_and_a_row_cannot_break_the_page():
     assert "<script>" not in text and "<b>" not in text
     assert "predicted" in text.split("</title>")[0] and "How it was predicted" in text
     assert "Predictions, not measurements" in text
-
-
-def test_the_verdicts_are_on_the_page():
+    # Verdicts.
     found, earlier = full_record(), full_record()
     earlier.rows[0] = replace(earlier.rows[0], time_us=500.0)
     compared = compare_records(found, earlier)

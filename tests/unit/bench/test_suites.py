@@ -176,9 +176,7 @@ def test_the_engine_suite_reads_scattered_pages():
     assert len(cases_of("engine")) == 144
     other = cases_of("engine", quick=True, dtype="float16", widths={"d": 192, "v": 256})
     assert {(c.problem.dtype, c.problem.v) for c in other} == {("float16", 256)}
-
-
-def test_only_some_shapes_of_a_suite():
+    # Only some shapes of a suite.
     cases = cases_of("prefix")
     assert chosen_shapes(cases, (9, 2)) == [cases[1], cases[8]]
     assert chosen_shapes(cases, ()) == cases

@@ -83,9 +83,7 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(capsys, tmp_path):
         assert main(again) == 0
         assert json.loads(capsys.readouterr().out) == plan
     assert (tmp_path / "kept" / "plan.json").is_file()
-
-
-def test_fitted_parameters_from_a_file(capsys, tmp_path):
+    # Fitted parameters from a file.
     content = derived_parameters(device_spec("H200")).to_dict()
     content["launch_us"] |= {"value": 50.0, "origin": "fitted", "source": "a test", "error": 0.02}
     path = tmp_path / "rates.json"

@@ -136,19 +136,16 @@ def test_a_wrong_entry_names_device_and_key(use, name, entry, message):
         load_devices()
 
 
-def test_alias_of_two_devices_and_a_missing_file_are_refused(table, use, monkeypatch):
+def test_alias_of_two_devices_and_what_is_no_table_are_refused(table, use, monkeypatch):
     use({"NVIDIA Example": table["NVIDIA H200"]})
     with pytest.raises(InvalidArgumentError, match="NVIDIA Example: aliases: .*'H200', which is"):
         load_devices()
+    for content in ("{", "[]", "{}", "3"):
+        with pytest.raises(InvalidArgumentError, match=r"table\d.json: expected"):
+            load_devices(use(content))
     monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, "none.json")
     with pytest.raises(InvalidArgumentError, match=r"none.json: expected a readable device table"):
         load_devices()
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "3"])
-def test_not_a_table(content, use):
-    with pytest.raises(InvalidArgumentError, match=r"table0.json: expected"):
-        load_devices(use(content))
 
 
 @pytest.mark.parametrize(

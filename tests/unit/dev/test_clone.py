@@ -64,10 +64,10 @@ def snapshot(root: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(scope="module")
-def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def checkout(repo_root: Path, tmp_path: Path) -> Path:
     """A copy of the package in a checkout of its own, with the script."""
-    root = tmp_path_factory.mktemp("checkout")
+    root = tmp_path / "checkout"
     shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=SKIP)
     shutil.copy(repo_root / "pyproject.toml", root)
     (root / "scripts").mkdir()
@@ -90,9 +90,7 @@ def test_every_clone_and_its_clone_work(checkout, package_environment, tmp_path)
         words = [sys.executable, "-m", "ruff", *command, "--no-cache", "src/mla_var3/kernel"]
         ruff = run_program(words, cwd=checkout)
         assert ruff.returncode == 0, ruff.stdout + ruff.stderr
-
-
-def test_the_script_works_on_its_own_checkout(checkout, tmp_path):
+    # The script works on its own checkout.
     script = checkout / "scripts" / "clone-kernel.py"
     done = run_program([sys.executable, script, "flash_mla", "v990"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr

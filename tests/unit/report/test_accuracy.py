@@ -37,7 +37,7 @@ def test_tiles_give_what_one_softmax_gives(generator):
     assert error.lse == pytest.approx(float((found_lse - lse).abs().max()), rel=1e-9)
 
 
-def test_the_errors_are_those_of_the_formats():
+def test_the_errors_are_those_of_the_formats(generator):
     flat, peaky = (row.errors for row in measure(Latents("normal"), (300,)))
     assert list(flat) == list(CACHES)
     assert flat["bfloat16"].channels < 0.004
@@ -49,13 +49,10 @@ def test_the_errors_are_those_of_the_formats():
     saturated = measure(Latents("normal"), (300,), scale=0.001)[0].errors
     assert saturated["fp8"].output > 0.4
     assert saturated["fp8_per_token"] == flat["fp8_per_token"]
-
-
-def test_a_channel_that_is_always_zero_has_no_error(generator):
-    latent = torch.randn(64, 512, generator=generator)
+    # A channel that is always zero has no error.
+    latent, rope = (torch.randn(64, width, generator=generator) for width in (512, 64))
     latent[:, 3] = 0.0
-    given = Latents("given", latent, torch.randn(64, 64, generator=generator))
-    for row in measure(given, [64]):
+    for row in measure(Latents("given", latent, rope), [64]):
         assert all(0.0 < error.channels < 0.2 for error in row.errors.values())
 
 
@@ -92,7 +89,7 @@ def test_wrong_files(contents, message, tmp_path):
         read_latents(tmp_path / "latents.pt")
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_command(tmp_path, capsys, monkeypatch, generator):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["accuracy", "--quick", "--out_dir", str(tmp_path / "made")]) == 0
     out = capsys.readouterr().out
@@ -103,9 +100,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert {"accuracy.json", "accuracy.md", "accuracy.svg"} <= files
     record = json.loads((tmp_path / "made" / "accuracy.json").read_text())
     assert len(record["rows"]) == 3 * 2 * 2
-
-
-def test_the_command_on_given_latents(tmp_path, capsys, generator):
+    # Given latents.
     file = tmp_path / "layer3.pt"
     # fp8_ds_mla takes multiples of 128 columns only.
     parts = {"latent": torch.randn(70, 192, generator=generator), "rope": torch.ones(70, 64)}

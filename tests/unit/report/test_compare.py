@@ -125,13 +125,13 @@ def test_other_problems_and_devices_are_refused_by_name():
 
 def test_remarks():
     locked = run_of_record({**record("mla_var6_plus_v2", mode="nsys"), "clocks": {"locked": True}})
-    text = " ".join(compare([run(), locked]).remarks)
-    assert "the modes differ (mla_var6_plus: event, mla_var6_plus_v2: nsys)" in text
-    assert "only mla_var6_plus_v2 ran with locked clocks" in text
     predictions = [run(mode="static"), run("flash_mla", mode="predicted")]
-    assert "modes differ" not in " ".join(compare(predictions).remarks)
-    text = " ".join(compare([run(), run("flash_mla", None)]).remarks)
-    assert "no measured time in flash_mla" in text and "predict shows call times" in text
+    pairs = ([run(), locked], predictions, [run(), run("flash_mla", None)])
+    both, predicted, unmeasured = (" ".join(compare(pair).remarks) for pair in pairs)
+    assert "the modes differ (mla_var6_plus: event, mla_var6_plus_v2: nsys)" in both
+    assert "only mla_var6_plus_v2 ran with locked clocks" in both
+    assert "modes differ" not in predicted and "predict shows call times" in unmeasured
+    assert "no measured time in flash_mla" in unmeasured
 
 
 def test_missing_stages_and_figures_are_dashes():
@@ -143,9 +143,7 @@ def test_missing_stages_and_figures_are_dashes():
     assert times["combine"] == ("30.0 µs", "-", "-")
     assert times["reduce"] == ("-", "30.0 µs", "-")
     assert {row.where for row in compare([run(), run()]).rows} == {"total"}  # one stage: no more
-
-
-def test_equal_labels_are_told_apart():
+    # Equal labels are told apart.
     for others, labels in (
         ([run(), run("v", mode="nsys")], ["mla_var6_plus #1", "mla_var6_plus #2", "v"]),
         ([run(mode="nsys")], ["mla_var6_plus event", "mla_var6_plus nsys"]),

@@ -120,12 +120,9 @@ def _run(plan: KernelPlan, argv: list[str], prog: str = "") -> int:
 
 @dataclass(frozen=True)
 class Route:
-    """How this machine serves a request.
+    """How this machine serves a request: `on_cpu` in the interpreter, the check beside the mode.
 
-    Attributes:
-        on_cpu: whether kernels run, if at all, in the interpreter.
-        check: whether the check runs beside the mode, on the CPU.
-        may_shrink: whether a problem too large for the interpreter may be run at smaller sizes.
+    `may_shrink`: a problem too large for the interpreter may be run at smaller sizes.
     """
 
     mode: NsightProfType
