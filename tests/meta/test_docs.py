@@ -263,25 +263,23 @@ def test_broken_links_are_found(small_repo):
     assert sorted(found) == sorted(["3:page.md#gone: no such heading", *files])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_command_that_would_be_refused_is_found():
+    for line, message in (
         ("hyper-mla run --bench_runs=3", ""),
         ("hyper-mla run --help", ""),
         ("hyper-mla run --bench=3", "--bench is not in its --help"),
         ("python -m mla_var3.kernel flush_mla", "invalid choice"),
         ("python -m other.package --anything", ""),
-    ],
-)
-def test_a_command_that_would_be_refused_is_found(line, message):
-    def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        code = 2 * ("flush_mla" in arguments)
-        said = ("usage: [--help] [--bench_runs N]", "invalid choice: flush_mla")
-        return subprocess.CompletedProcess(arguments, code, *said)
+    ):
 
-    problems = command_problems(list(commands_of(f"```bash\n{line}\n```\n", "x.md")), help_of)
-    assert len(problems) == bool(message), problems
-    assert message in "".join(problems)
+        def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+            code = 2 * ("flush_mla" in arguments)
+            said = ("usage: [--help] [--bench_runs N]", "invalid choice: flush_mla")
+            return subprocess.CompletedProcess(arguments, code, *said)
+
+        problems = command_problems(list(commands_of(f"```bash\n{line}\n```\n", "x.md")), help_of)
+        assert len(problems) == bool(message), problems
+        assert message in "".join(problems)
 
 
 def test_the_start_line_on_the_serving_page_has_the_crossover_of_today(repo_root):

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-import pytest
-
 from mla_var3.dev.clone import KERNEL_DECORATORS, is_decorated
 
 
@@ -109,9 +107,8 @@ class CuteFlash(KernelPlan): ...""",
 CUTE = "kernel/cute_python/mla/flash/flash/combine.py"
 
 
-@pytest.mark.parametrize(
-    ("changes", "removed", "message"),
-    [
+def test_a_planted_wrong_name_is_found():
+    for changes, removed, message in (
         ({}, "flash/__main__.py", "has no __main__.py"),
         ({"flash/flash/combine.py": "@ct.kernel\ndef other(): ..."}, "", "is named combine"),
         ({"flash/flash/flash.py": "class CtFlash: ..."}, "", "no KernelPlan subclass"),
@@ -121,11 +118,11 @@ CUTE = "kernel/cute_python/mla/flash/flash/combine.py"
         ({"new/__main__.py": ""}, "", "has no base version new"),
         ({CUTE: "@cute.kernel\ndef other(): ..."}, "", "is named combine"),
         ({CUTE: "class A:\n  @cute.kernel\n  def other(self): ..."}, "", "is named combine"),
-    ],
-)
-def test_a_planted_wrong_name_is_found(changes, removed, message):
-    folder = "kernel/cutile/mla/"
-    planted = GOOD | {path if path == CUTE else folder + path: changes[path] for path in changes}
-    planted.pop(folder + removed, None)
-    [problem] = naming_problems(planted)
-    assert message in problem
+    ):
+        folder = "kernel/cutile/mla/"
+        planted = GOOD | {
+            path if path == CUTE else folder + path: changes[path] for path in changes
+        }
+        planted.pop(folder + removed, None)
+        [problem] = naming_problems(planted)
+        assert message in problem

@@ -225,9 +225,8 @@ def page(tmp_path: Path) -> Path:
     return tmp_path / "page.md"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
+def test_a_bad_page_is_found(page):
+    for old, new, problem in (
         ("# Title\n", "", "one title"),
         ("## Limits\n\nNone known.\n\n", "", "expected the sections"),
         ("## Limits", "## Bounds", "expected the sections"),
@@ -243,25 +242,20 @@ def page(tmp_path: Path) -> Path:
         ("1,230 us", "1,231 us", "['1231'] not in record.md"),
         ("(record.md)", "(gone.md)", "gone.md does not exist"),
         ("| prototype, 2026-11 |", "| |", "incomplete row"),
-    ],
-)
-def test_a_bad_page_is_found(old, new, problem, page):
-    assert old in GOOD_PAGE
-    assert problem in "\n".join(page_problems(GOOD_PAGE.replace(old, new, 1), page))
+    ):
+        assert old in GOOD_PAGE
+        assert problem in "\n".join(page_problems(GOOD_PAGE.replace(old, new, 1), page))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
+def test_a_wrong_device_figure_is_found(repo_root, device_table):
+    for old, new, problem in (
         ("| 989.4 |", "| 989 |", "peak_bfloat16_float32_tflops: expected '989.4', got '989'"),
         ("| 132 | SM | measured |", "| 132 | SM | spec |", "sm_count: expected 'measured'"),
         ("| sm_count |", "| sms |", "sm_count: not on both sides"),
         ("Ridge point: 206.1", "Ridge point: 200.0", "expected 'Ridge point: 206.1"),
         ("| key |", "| name |", "one table with the columns"),
-    ],
-)
-def test_a_wrong_device_figure_is_found(old, new, problem, repo_root, device_table):
-    text = (repo_root / "docs/devices/nvidia-h200.md").read_text()
-    assert old in text
-    problems = device_problems(text.replace(old, new, 1), device_table["NVIDIA H200"])
-    assert problem in "\n".join(problems)
+    ):
+        text = (repo_root / "docs/devices/nvidia-h200.md").read_text()
+        assert old in text
+        problems = device_problems(text.replace(old, new, 1), device_table["NVIDIA H200"])
+        assert problem in "\n".join(problems)

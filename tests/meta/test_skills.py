@@ -118,9 +118,8 @@ GOOD = (
 )
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
+def test_a_bad_skill_is_found():
+    for old, new, problem in (
         ("---\nname", "name", "front matter"),
         ("name: some-skill\n", "", "front matter"),
         ("name: some-skill", "name: other", "name: expected some-skill"),
@@ -128,8 +127,6 @@ GOOD = (
         ("well for", "well: for", "plain YAML"),
         ("# Title\n", "# Title\n" + "line\n" * LINES, "at most"),
         (" for those who ask for it", "", "80 to 1024"),
-    ],
-)
-def test_a_bad_skill_is_found(old, new, problem):
-    assert old in GOOD
-    assert problem in "\n".join(skill_problems(GOOD.replace(old, new, 1), "some-skill"))
+    ):
+        assert old in GOOD
+        assert problem in "\n".join(skill_problems(GOOD.replace(old, new, 1), "some-skill"))

@@ -23,11 +23,9 @@ SMALL = PROBLEM.__class__(b=1, s=2, t=70, h=8)
 
 
 def measure(*contenders: Any, timer: Timer | None = None, **options: Any) -> list[BenchRow]:
-    options.setdefault("healthy", lambda: True)
+    options = {"healthy": lambda: True, "release": lambda: None, **options}
     problem = options.pop("problem", PROBLEM)
-    return measure_case(
-        problem, contenders, timer or FakeTimer(), AROUND, release=lambda: None, **options
-    )
+    return measure_case(problem, contenders, timer or FakeTimer(), AROUND, **options)
 
 
 def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing():
@@ -93,9 +91,9 @@ def test_a_process_that_ends_in_a_later_round_blames_the_one_that_ran():
 
 def test_projections_are_added_by_path():
     kernels = [row(path=path) for path in (record.LATENT, record.MIX, record.DECOMPRESSED)]
-    queries = row(record.QUERY_PROJECTION, 10.0, source=PROJECTION, path="")
-    outputs = row(record.OUTPUT_PROJECTION, 20.0, source=PROJECTION, path="")
-    rows = with_projections([*kernels, queries, outputs])
+    times = zip(record.PROJECTIONS, (10.0, 20.0), strict=True)
+    projections = [row(*each, source=PROJECTION, path="") for each in times]
+    rows = with_projections([*kernels, *projections])
     assert [r.call_us for r in rows] == [1030.0, 1010.0, 1000.0, None, None]
     assert with_projections(rows[:1] + rows[3:4])[0].call_us is None  # one of them is unknown
 
@@ -103,10 +101,9 @@ def test_projections_are_added_by_path():
 def test_our_kernels_and_projections_run_through_the_interpreter():
     choices = [KernelChoice(find_kernel("flash_mla"))]
     choices.append(KernelChoice(find_kernel("mla_var6_plus"), {"n": 40}))
-    projections = (record.QUERY_PROJECTION, record.OUTPUT_PROJECTION)
     contenders = [
         *(bench_contenders.kernel_contender(each, SMALL, "sm_90", "cpu") for each in choices),
-        *(bench_contenders.projection_contender(name, SMALL, "cpu") for name in projections),
+        *(bench_contenders.projection_contender(name, SMALL, "cpu") for name in record.PROJECTIONS),
     ]
     rows = measure(*contenders, rounds=1, problem=SMALL)
     assert [r.status for r in rows] == [OK] * 4, [r.reason for r in rows]
@@ -149,7 +146,7 @@ def test_a_plan_says_what_it_cannot_do(monkeypatch):
             make_plan(KernelChoice(find_kernel(kernel), fields), SMALL, target)
 
 
-def test_kernels_share_the_seconds_of_tuning(monkeypatch):
+def test_kernels_share_the_seconds_of_tuning_and_what_was_tried_is_said(monkeypatch):
     """What one does not need is left to the others; later rounds search nothing."""
     clock = [0.0]
     monkeypatch.setattr("mla_var3.bench.contenders.time.monotonic", lambda: clock[0])
@@ -165,8 +162,6 @@ def test_kernels_share_the_seconds_of_tuning(monkeypatch):
         pass
     assert options.tune_seconds is None
 
-
-def test_what_was_tried_is_said():
     def stage(tried: int, candidates: int, **more: bool) -> Any:
         state = {"from_cache": False, "complete": True, **more}
         return SimpleNamespace(tried=tried, candidates=candidates, **state)

@@ -126,21 +126,17 @@ def flashmla_operator(meta: Any, splits: Any, x: Any, scale: float, **given: Any
 
 
 def fa3_operator(**given: Any) -> Any:
-    assert given["window_size_left"] == -1
-    assert given["unknown_extra"] is None
-    starts, out = given["cu_seqlens_q"], []
-    for r in range(len(starts) - 1):
-        rows = slice(int(starts[r]), int(starts[r + 1]))
-        q = given["q"][rows]
-        if given["q_v"] is not None:
-            length = int(given["seqused_k"][r])
-            k, v = given["k"][r, :length], given["v"][r, :length]
-            q, k = torch.cat([q, given["q_v"][rows]], -1), torch.cat([k, v], -1)
-        else:
-            own = slice(*map(int, given["cu_seqlens_k"][r : r + 2]))
-            k, v = given["k"][own], given["v"][own]
-        out.append(attend(q, k, v, given["softmax_scale"], given["is_causal"]))
-    return torch.cat(out), None
+    assert given["window_size_left"] == -1 and given["unknown_extra"] is None
+    q, k, v, qv, lengths = (given[name] for name in ("q", "k", "v", "q_v", "seqused_k"))
+    steps = given["cu_seqlens_q"].diff()
+    assert all(steps == given["max_seqlen_q"]) and steps.sum() == len(q)
+    q, qv = (None if x is None else x.unflatten(0, (len(steps), -1)) for x in (q, qv))
+    if qv is None:
+        lengths = given["cu_seqlens_k"].diff()
+        k, v = (x.unflatten(0, (len(steps), -1)) for x in (k, v))
+    scale, causal = given["softmax_scale"], given["is_causal"]
+    out = flash_attn_with_kvcache(q, k, v, lengths, scale, causal, given["num_splits"], qv)
+    return out.flatten(0, 1), None
 
 
 def fwd_kvcache_mla_fp8(

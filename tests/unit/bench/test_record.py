@@ -80,9 +80,8 @@ def of(*rows: object) -> str:
     return json.dumps({"schema": SCHEMA, "suite": "a", "environment": {}, "rows": rows})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_bad_file_or_row_is_named(tmp_path):
+    for text, message in (
         ("", "a readable record"),
         ("[]", "a benchmark record"),
         ("{}", "without rows"),
@@ -90,12 +89,10 @@ def of(*rows: object) -> str:
         (of(None), "row 0: expected a row"),
         (of({"kernel": "x"}), r"row 0 \(x\): expected the field 'problem'"),
         (of({"kernel": "x", "problem": dict.fromkeys("bsth", 0)}), r"row 0 \(x\), b: expected"),
-    ],
-)
-def test_a_bad_file_or_row_is_named(text, message, tmp_path):
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(InvalidArgumentError, match=f"bad.json: .*{message}"):
-        load_record(tmp_path / "bad.json")
+    ):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(InvalidArgumentError, match=f"bad.json: .*{message}"):
+            load_record(tmp_path / "bad.json")
 
 
 NAN = float("nan")

@@ -73,22 +73,19 @@ def test_sglang_and_nothing(machine, capsys):
     assert verdicts(found) == dict.fromkeys(("GPU", "nvidia-cutlass-dsl", "engine"), "missing")
 
 
-@pytest.mark.parametrize(
-    ("packages", "gpu", "subject"),
-    [
+def test_what_does_not_fit_is_refused_with_advice(machine, capsys):
+    for packages, gpu, subject in (
         ({"nvidia-cutlass-dsl": "4.4.2"}, H200, "nvidia-cutlass-dsl"),
         ({"nvidia-cutlass-dsl": "4.9.0"}, H200, "nvidia-cutlass-dsl"),
         ({"vllm": "0.25.1"}, H200, "vllm"),
         ({"sglang": "0.5.15"}, H200, "sglang"),
         ({}, H200 | {"name": "NVIDIA B200", "compute_capability": "10.0"}, "GPU"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu, subject):
-    machine(VLLM | packages, gpu=gpu)
-    code, found = report(capsys)
-    assert code == 1
-    (finding,) = [f for f in found["findings"] if f["verdict"] == "refused"]
-    assert finding["subject"] == subject and finding["advice"]
+    ):
+        machine(VLLM | packages, gpu=gpu)
+        code, found = report(capsys)
+        assert code == 1
+        (finding,) = [f for f in found["findings"] if f["verdict"] == "refused"]
+        assert finding["subject"] == subject and finding["advice"]
 
 
 def test_a_newer_engine_and_a_plugin_that_it_will_not_load(machine, capsys, monkeypatch):

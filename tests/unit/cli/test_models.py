@@ -14,20 +14,17 @@ from mla_var3.runtime.paths import find_kernel, plan_class
 from tests.unit.cli.cli_support import read
 
 
-def sizes(*argv: str) -> dict[str, Any]:
-    parser = Parser(prog="prog")
-    parser.add_problem()
-    values = parser.parse(argv)
-    read_problem(values)
-    return values
-
-
 def test_a_model_gives_the_sizes_that_belong_to_it():
-    assert sizes("--model=kimi-k2", "--tp=8", "--b=4") == {
-        "b": 4, "s": 16, "t": 4096, "h": 8, "d": 128, "p": 64, "k": 512, "v": 128,
-    }  # fmt: skip
-    assert sizes("--h=20", "--v=256")["v"] == 256
-    assert sizes()["h"] == 128
+    def sizes(*argv: str) -> dict[str, Any]:
+        parser = Parser(prog="prog")
+        parser.add_problem()
+        values = parser.parse(argv)
+        read_problem(values)
+        return values
+
+    given = sizes("--model=kimi-k2", "--tp=8", "--b=4")
+    assert [given[name] for name in "bsthdpkv"] == [4, 16, 4096, 8, 128, 64, 512, 128]
+    assert sizes("--h=20", "--v=256")["v"] == 256 and sizes()["h"] == 128
 
 
 @pytest.mark.parametrize("command", ["choose", "predict --for_device=H200", "plan --budget=1GiB"])

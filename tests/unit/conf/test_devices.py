@@ -118,9 +118,8 @@ def test_a_flat_entry_of_a_user_takes_the_rest_from_the_shipped_one(use):
     assert (entry.kind, entry.source, spec.origin) == ("given", path, path)
 
 
-@pytest.mark.parametrize(
-    ("name", "entry", "message"),
-    [
+def test_a_wrong_entry_names_device_and_key(use):
+    for name, entry, message in (
         ("X", {"sm_count": 3}, "expected the keys .* none for peak"),
         ("NVIDIA H200", {"peak_dram_bw_GBps": -1}, "expected a positive number, got -1"),
         ("NVIDIA H200", {"peak_dram_bw": 1.0}, "did you mean 'peak_dram_bw_GBps'"),
@@ -128,12 +127,10 @@ def test_a_flat_entry_of_a_user_takes_the_rest_from_the_shipped_one(use):
         ("NVIDIA H200", {"aliases": "H200"}, "aliases: expected a list of names"),
         ("NVIDIA H200", [1], "expected an object with one entry per key"),
         ("X", {"like": "NVIDIA H2"}, "like: expected a device above it, got 'NVIDIA H2'"),
-    ],
-)
-def test_a_wrong_entry_names_device_and_key(use, name, entry, message):
-    use({name: entry})
-    with pytest.raises(InvalidArgumentError, match=f": {name}: .*{message}"):
-        load_devices()
+    ):
+        use({name: entry})
+        with pytest.raises(InvalidArgumentError, match=f": {name}: .*{message}"):
+            load_devices()
 
 
 def test_alias_of_two_devices_and_what_is_no_table_are_refused(table, use, monkeypatch):

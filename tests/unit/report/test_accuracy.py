@@ -71,9 +71,8 @@ def test_a_kernel_has_columns_of_its_own(generator):
 ONE = {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2)}
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
+def test_wrong_files(tmp_path):
+    for contents, message in (
         (torch.zeros(3), "latents: expected a dict with latent"),
         ({"latent": torch.zeros(3, 4)}, "latents: expected a dict with latent"),
         (ONE | {"rope": torch.zeros(2, 4)}, "rope: expected as many tokens"),
@@ -81,12 +80,10 @@ ONE = {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2)}
         (ONE | {"queries": torch.ones(1, 5)}, r"queries: expected \[rows, 6\]"),
         (ONE | {"queries": torch.ones(0, 6)}, r"queries: expected \[rows, 6\], at least one row"),
         (ONE | {"latent": torch.full((1, 4), torch.nan)}, "latent: expected finite numbers"),
-    ],
-)
-def test_wrong_files(contents, message, tmp_path):
-    torch.save(contents, tmp_path / "latents.pt")
-    with pytest.raises(InvalidArgumentError, match=message):
-        read_latents(tmp_path / "latents.pt")
+    ):
+        torch.save(contents, tmp_path / "latents.pt")
+        with pytest.raises(InvalidArgumentError, match=message):
+            read_latents(tmp_path / "latents.pt")
 
 
 def test_the_command(tmp_path, capsys, monkeypatch, generator):
