@@ -263,7 +263,8 @@ def _heat_map(figure: Any, rows: Sequence[BenchRow]) -> None:
         place = t_values.index(t), s_values.index(s)
         axis.text(*place, f"{ratio:.2f}", ha="center", va="center", color=colour)
     axis.set(xlabel="KV tokens per request, t", ylabel="query tokens per request, s")
-    heading = f"Speed-up over {rival}\n{word(data.kind)}{data.basis}, {data.title}"
+    prefix = "predicted, " if data.kind == PREDICTED else ""
+    heading = f"Speed-up over {rival}\n{prefix}{data.basis}, {data.title}"
     axis.set_title(heading, fontsize=9)
 
 

@@ -123,8 +123,9 @@ def test_an_invalid_value_is_refused_on_load_and_on_write(field, value, tmp_path
 
 
 def test_merged_records_keep_the_latest_row_per_device():
-    old, new = record(row(time_us=2.0), peer()), record(row(time_us=1.0), row(device="NVIDIA B200"))
+    old = record(row(time_us=2.0), peer())
+    new = record(row(time_us=1.0), row(device="NVIDIA B200"), row(cache_dtype="fp8"))
     old.environment = {**old.environment, "date": "2029"}
     merged = records.merge_records([new, old])
-    assert merged.rows == [new.rows[0], old.rows[1], new.rows[1]]
+    assert merged.rows == [new.rows[0], old.rows[1], *new.rows[1:]]
     assert records.merge_records([new]) is new
