@@ -1,7 +1,5 @@
 """Recorded rates of kernels and energies: complete, positive, from records that exist."""
 
-from typing import Any
-
 import pytest
 
 from mla_var3.conf import kernel_rates as module
@@ -9,8 +7,7 @@ from mla_var3.conf.devices import load_devices
 from mla_var3.conf.kernel_rates import KernelRates, energy_rates, kernel_rates
 from mla_var3.errors import UnknownNameError
 
-KERNEL: dict[str, Any] = {"tflops": 1.0, "gbps": 1.0, "fixed_us": 0.0, "error": 0.1}
-KERNEL |= {"source": "", "date": ""}
+KERNEL = {"tflops": 1.0, "gbps": 1.0, "fixed_us": 0.0, "error": 0.1, "source": "", "date": ""}
 
 
 def test_every_entry_names_a_known_device_and_an_existing_record(repo_root):
