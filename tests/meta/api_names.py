@@ -2,10 +2,11 @@
 
 import ast
 import functools
-import importlib
+import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 
 ALIASES = {
     "cutlass": "cutlass",
@@ -39,11 +40,8 @@ def attribute_names(source: str) -> Iterator[str]:
     """Dotted names of a source, each as long as it goes."""
     tree = ast.parse(textwrap.dedent(source))
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assigned = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             name = ast.unparse(node)
@@ -56,12 +54,9 @@ def attribute_names(source: str) -> Iterator[str]:
 
 def mentioned(page: str) -> set[str]:
     """Names of a kernel language that a page mentions, in full; in prose and in Python blocks."""
-    candidates: list[str] = []
+    candidates = NAME.findall(" ".join(INLINE_CODE.findall(FENCE.sub("", page))))
     for language, body in FENCE.findall(page):
-        if language == "python":
-            candidates += attribute_names(body)
-    for code in INLINE_CODE.findall(FENCE.sub("", page)):
-        candidates += NAME.findall(code)
+        candidates += attribute_names(body) if language == "python" else []
     found = {full_name(name) for name in candidates if not name.startswith("cuda.bindings")}
     return {name for name in found if name is not None}
 
@@ -69,15 +64,7 @@ def mentioned(page: str) -> set[str]:
 @functools.cache
 def exists(name: str) -> bool:
     """Whether a dotted name leads from a module to an attribute of it."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            owner = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        for part in parts[length:]:
-            if not hasattr(owner, part):
-                return False
-            owner = getattr(owner, part)
+    with suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(name)
         return True
     return False

@@ -1,8 +1,7 @@
 """The CuTe DSL pages: names exist, snippets compile, and figures are those of the compiler."""
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,21 @@ SNIPPET = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 FINDINGS = Path("docs", "knowledge", "languages", "cute-dsl")
+FLAG = "accumulate-flag-in-a-helper"
 
 
 def snippets_of(page: str) -> list[tuple[str, dict[str, int]]]:
     """Snippets of a page that are to be compiled, with the instructions they have to have."""
-    found = []
-    for match in SNIPPET.finditer(page):
-        pairs = (item.split("=") for item in match["expected"].split(", "))
-        found.append((match["body"], {name: int(count) for name, count in pairs}))
-    return found
+    pairs = re.compile(r"([\w.]+)=(\d+)")
+    return [
+        (match["body"], {name: int(count) for name, count in pairs.findall(match["expected"])})
+        for match in SNIPPET.finditer(page)
+    ]
 
 
 def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
-    return [
-        f"{name}: expected {count}, got {found.get(name, 0)}"
-        for name, count in expected.items()
-        if found.get(name, 0) != count
-    ]
+    pairs = [(name, count, found.get(name, 0)) for name, count in expected.items()]
+    return [f"{name}: expected {count}, got {got}" for name, count, got in pairs if got != count]
 
 
 def counted(row: str) -> dict[str, int]:
@@ -75,43 +72,29 @@ def test_snippets_compile(reference, number, tmp_path):
     assert differences(expected, cute_findings.instructions(module.machine_code)) == []
 
 
-COUNTS: list[tuple[str, str, Callable[[], Mapping[str, int]]]] = [
-    ("state-alignment", case, partial(cute_findings.row_copy, stated, alignment))
-    for case, stated, alignment in (
-        ("pointer 16 bytes, stride a multiple of 8", True, 16),
-        ("pointer 16 bytes, stride unknown", False, 16),
-        ("pointer 2 bytes, stride a multiple of 8", True, 2),
-    )
-]
-COUNTS += [
-    (
-        "fast-exponential",
-        f"`fastmath={fast}`, per element",
-        partial(cute_findings.exponential, fast),
-    )
-    for fast in (True, False)
-]
-COUNTS += [
-    ("accumulate-flag-in-a-helper", case, partial(cute_findings.accumulation, way))
-    for case, way in (
-        ("flag in the loop body", "flag in the loop"),
-        ("branch, helper with an atom of its own", "atom in a helper"),
-    )
-]
+COUNTS = (
+    ("state-alignment", "pointer 16 bytes, stride a multiple of 8", "row_copy", (True, 16)),
+    ("state-alignment", "pointer 16 bytes, stride unknown", "row_copy", (False, 16)),
+    ("state-alignment", "pointer 2 bytes, stride a multiple of 8", "row_copy", (True, 2)),
+    ("fast-exponential", "`fastmath=True`, per element", "exponential", (True,)),
+    ("fast-exponential", "`fastmath=False`, per element", "exponential", (False,)),
+    (FLAG, "flag in the loop body", "accumulation", ("flag in the loop",)),
+    (FLAG, "branch, helper with an atom of its own", "accumulation", ("atom in a helper",)),
+)
 """Findings that count instructions: page, case of its evidence table, what to compile."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "case", "compile_case"), COUNTS)
-def test_counts_of_findings(findings, page, case, compile_case):
+@pytest.mark.parametrize(("page", "case", "compiled", "arguments"), COUNTS)
+def test_counts_of_findings(findings, page, case, compiled, arguments):
     stated = counted(evidence(findings[page], case))
     assert stated
-    assert differences(stated, compile_case()) == []
+    assert differences(stated, getattr(cute_findings, compiled)(*arguments)) == []
 
 
 @pytest.mark.slow
 def test_a_flag_in_a_helper_does_not_compile(findings):
     shared = "branch, helper that sets the flag of the shared object"
-    assert evidence(findings["accumulate-flag-in-a-helper"], shared) == "does not compile"
+    assert evidence(findings[FLAG], shared) == "does not compile"
     with pytest.raises(Exception, match="operand #0 does not dominate this use"):
         cute_findings.accumulation("flag in a helper")

@@ -9,8 +9,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import dropwhile, groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,8 +28,7 @@ LINK = re.compile(r"!?\[[^\]\n]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """One documented shell command, without environment assignments."""
 
     place: str
@@ -41,10 +41,6 @@ class Command:
 def without_fences(text: str) -> str:
     """The text with the lines of fenced blocks emptied, so that line numbers stay."""
     return FENCE.sub(lambda match: "\n" * match.group(0).count("\n"), text)
-
-
-def line_of(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
 
 
 def path_named(token: str, top_files: set[str]) -> str | None:
@@ -72,13 +68,11 @@ def missing_paths(text: str, root: Path) -> list[str]:
     top_files |= {"README.md", "AGENTS.md", "CHANGELOG.md", "Makefile", "pyproject.toml"}
     prose = without_fences(text)
     missing = []
-    for match in INLINE_CODE.finditer(prose):
-        named = path_named(match.group(1), top_files)
-        if named is None:
-            continue
-        there = any(root.glob(named)) if "*" in named else (root / named).exists()
-        if not there:
-            missing.append(f"{line_of(prose, match.start())}: `{named}` does not exist")
+    for number, line in enumerate(prose.splitlines(), 1):
+        for token in INLINE_CODE.findall(line):
+            named = path_named(token, top_files)
+            if named is not None and not any(root.glob(named.rstrip("/"))):
+                missing.append(f"{number}: `{named}` does not exist")
     return missing
 
 
@@ -101,7 +95,8 @@ def broken_links(text: str, page: Path, root: Path) -> list[str]:
     broken = []
     for match in LINK.finditer(prose):
         target, _, anchor = match.group(1).partition("#")
-        place = f"{line_of(prose, match.start())}: link to {match.group(1)}"
+        number = prose.count("\n", 0, match.start()) + 1
+        place = f"{number}: link to {match.group(1)}"
         if re.match(r"[a-z][a-z0-9+.-]*:", target, re.IGNORECASE):
             continue
         aim = (page.parent / target).resolve() if target else page
@@ -133,16 +128,10 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
                 continue
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
             lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if not re.fullmatch(r"[;&|]+", word):
-                    words.append(word)
-                    continue
-                while words and re.match(r"\w+=", words[0]):
-                    words = words[1:]
-                if words:
-                    yield Command(f"{page}:{line_of(text, block.start())}", tuple(words))
-                words = []
+            for joint, part in groupby(lexer, lambda word: bool(re.fullmatch(r"[;&|]+", word))):
+                words = tuple(dropwhile(lambda word: re.match(r"\w+=", word), part))
+                if words and not joint:
+                    yield Command(page, words)
 
 
 def program_of(command: Command) -> tuple[str, list[str]] | None:
@@ -150,15 +139,9 @@ def program_of(command: Command) -> tuple[str, list[str]] | None:
     words = [word.removeprefix(".venv/bin/") for word in command.words]
     if words[0] == "hyper-mla":
         return "hyper-mla", words[1:]
-    if words[0] in ("python", "python3") and words[1:2] == ["-m"] and len(words) > 2:
-        module, *arguments = words[2:]
-        if module.split(".")[0] == "mla_var3":
-            return module, arguments
+    if re.match(r"python3? -m mla_var3\b", " ".join(words)):
+        return words[2], words[3:]
     return None
-
-
-def options_in(arguments: list[str]) -> list[str]:
-    return [word.partition("=")[0] for word in arguments if re.match(r"--[a-zA-Z]", word)]
 
 
 def command_problems(
@@ -167,11 +150,9 @@ def command_problems(
 ) -> list[str]:
     """Documented commands of ours that their program would refuse.
 
-    Args:
-        commands: The documented commands.
-        help_of: Starts a program with its arguments and --help added at the end. A parser that
-            reads from left to right judges the values before it meets --help, and then shows the
-            options that it knows; a documented option has to be among them.
+    `help_of` starts a program with its arguments and --help added at the end. A parser that reads
+    from left to right judges the values before it meets --help, and then shows the options that it
+    knows; a documented option has to be among them.
     """
     problems = []
     for command in commands:
@@ -182,9 +163,10 @@ def command_problems(
         if result.returncode:
             problems.append(f"{command}\n    {result.stderr.strip()[-500:]}")
             continue
+        options = [word.partition("=")[0] for word in arguments if re.match(r"--[a-zA-Z]", word)]
         problems += [
             f"{command}\n    {option} is not in its --help"
-            for option in options_in(arguments)
+            for option in options
             if not re.search(re.escape(option) + r"(?![\w-])", result.stdout)
         ]
     return problems
@@ -194,12 +176,8 @@ def command_problems(
 def pages(repo_root: Path, repo_files: list[Path]) -> dict[str, str]:
     """Markdown pages of the repository; third-party checkouts are not ours to check."""
     names = {path.relative_to(repo_root).as_posix(): path for path in repo_files}
-    return {
-        name: path.read_text()
-        for name, path in names.items()
-        if path.suffix == ".md"
-        and (not name.startswith("third_party/") or path.name == "README.md")
-    }
+    ours = re.compile(r"(?!third_party/).*\.md|.*/README\.md")
+    return {name: path.read_text() for name, path in names.items() if ours.fullmatch(name)}
 
 
 @pytest.fixture(scope="module")
@@ -207,35 +185,20 @@ def commands(pages: dict[str, str]) -> list[Command]:
     return [command for name, text in pages.items() for command in commands_of(text, name)]
 
 
-def test_named_paths_exist(pages, repo_root):
-    missing = [
-        f"{name}:{problem}"
-        for name, text in pages.items()
-        for problem in missing_paths(text, repo_root)
-    ]
-    assert not missing, "\n" + "\n".join(missing)
-
-
-def test_links_resolve(pages, repo_root):
-    broken = [
-        f"{name}:{problem}"
-        for name, text in pages.items()
-        for problem in broken_links(text, repo_root / name, repo_root)
-    ]
-    assert not broken, "\n" + "\n".join(broken)
+def test_named_paths_exist_and_links_resolve(pages, repo_root):
+    problems = []
+    for name, text in pages.items():
+        broken = broken_links(text, repo_root / name, repo_root)
+        problems += [f"{name}:{each}" for each in (*missing_paths(text, repo_root), *broken)]
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_documented_make_targets_exist(commands, repo_root):
     makefile = (repo_root / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    unknown = [
-        str(command)
-        for command in commands
-        if command.words[0] == "make"
-        for word in command.words[1:]
-        if "=" not in word and word not in targets
-    ]
-    assert not unknown, "\n" + "\n".join(unknown)
+    calls = [command for command in commands if command.words[0] == "make"]
+    named = {(str(call), word) for call in calls for word in call.words[1:] if "=" not in word}
+    assert [call for call, word in sorted(named) if word not in targets] == []
 
 
 def test_documented_scripts_exist(commands, repo_root):
@@ -246,10 +209,10 @@ def test_documented_scripts_exist(commands, repo_root):
         is_ours = "/" in script and not script.startswith((".venv/", "/", "-", "~"))
         if is_ours and not (repo_root / script).is_file():
             missing.append(str(command))
-    assert not missing, "\n" + "\n".join(missing)
+    assert missing == []
 
 
-def test_documented_commands_parse(commands, repo_root, monkeypatch):
+def test_documented_commands_parse(commands, pages, repo_root, monkeypatch):
     monkeypatch.chdir(repo_root)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -271,38 +234,22 @@ def test_documented_commands_parse(commands, repo_root, monkeypatch):
 
     problems = command_problems(commands, help_of)
     assert not problems, "\n" + "\n".join(problems)
-
-
-def test_agents_page_is_short_and_included(repo_root):
-    assert len((repo_root / "AGENTS.md").read_text().splitlines()) < 150
-    assert (repo_root / "CLAUDE.md").read_text().strip() == "@AGENTS.md"
+    assert pages["AGENTS.md"].count("\n") < 150 and pages["CLAUDE.md"].strip() == "@AGENTS.md"
 
 
 @pytest.fixture
 def small_repo(tmp_path: Path) -> Path:
-    root = tmp_path / "repo"
-    (root / "docs").mkdir(parents=True)
-    (root / "src").mkdir()
-    (root / "Makefile").write_text("")
-    (root / "src" / "a.py").write_text("")
-    (root / "docs" / "page.md").write_text("# The `first` part, and more\n")
-    return root
+    for name in ("Makefile", "src/a.py", "docs/page.md"):
+        path = tmp_path / "repo" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("# The `first` part, and more\n")
+    return tmp_path / "repo"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "`docs/gone.md`",
-        "`./docs/gone.md`",
-        "`src/b.py:12`",
-        "`src/b.py::test_x`",
-        "`scripts/`",
-        "`docs/*.txt`",
-        "`README.md`",
-    ],
-)
-def test_a_missing_path_is_found(text, small_repo):
-    assert len(missing_paths(f"Read {text} first.", small_repo)) == 1
+def test_a_missing_path_is_found(small_repo):
+    bad = "docs/gone.md ./docs/gone.md src/b.py:12 src/b.py::test_x scripts/ docs/*.txt README.md"
+    for token in bad.split():
+        assert len(missing_paths(f"Read `{token}` first.", small_repo)) == 1, token
 
 
 def test_broken_links_are_found(small_repo):
@@ -311,34 +258,28 @@ def test_broken_links_are_found(small_repo):
         "[a](page.md) [b](#the-first-part-and-more) [c](../src/a.py) [d](https://example.com/x)\n"
         "`[code](nowhere.md)`\n[e](gone.md) [f](page.md#gone) ![g](gone.png) [h](../../x)\n"
     )
-    assert [re.sub(r":.*to ", ":", line) for line in broken_links(text, page, small_repo)] == [
-        "3:gone.md: no such file",
-        "3:page.md#gone: no such heading",
-        "3:gone.png: no such file",
-        "3:../../x: no such file",
-    ]
+    found = [re.sub(r":.*to ", ":", line) for line in broken_links(text, page, small_repo)]
+    files = [f"3:{name}: no such file" for name in ("gone.md", "gone.png", "../../x")]
+    assert sorted(found) == sorted(["3:page.md#gone: no such heading", *files])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_command_that_would_be_refused_is_found():
+    for line, message in (
         ("hyper-mla run --bench_runs=3", ""),
         ("hyper-mla run --help", ""),
         ("hyper-mla run --bench=3", "--bench is not in its --help"),
         ("python -m mla_var3.kernel flush_mla", "invalid choice"),
         ("python -m other.package --anything", ""),
-    ],
-)
-def test_a_command_that_would_be_refused_is_found(line, message):
-    def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        refused = "flush_mla" in arguments
-        return subprocess.CompletedProcess(
-            arguments, 2 * refused, "usage: [--help] [--bench_runs N]", "invalid choice: flush_mla"
-        )
+    ):
 
-    problems = command_problems(list(commands_of(f"```bash\n{line}\n```\n", "x.md")), help_of)
-    assert len(problems) == bool(message), problems
-    assert message in "".join(problems)
+        def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+            code = 2 * ("flush_mla" in arguments)
+            said = ("usage: [--help] [--bench_runs N]", "invalid choice: flush_mla")
+            return subprocess.CompletedProcess(arguments, code, *said)
+
+        problems = command_problems(list(commands_of(f"```bash\n{line}\n```\n", "x.md")), help_of)
+        assert len(problems) == bool(message), problems
+        assert message in "".join(problems)
 
 
 def test_the_start_line_on_the_serving_page_has_the_crossover_of_today(repo_root):

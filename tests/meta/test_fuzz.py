@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +17,6 @@ from tests.fuzz.mirror import Mirror, WrongResult
 from tests.fuzz.plants import LONG, plant
 
 right = mla_var3.mla_attention
-
-
-class InProcess:
-    """A worker without a process."""
-
-    def run(self, case: cases.Case, limit_s: float) -> tuple[str, str]:
-        return cases.run(case, "cpu")
 
 
 def reads_one_slot_too_many(q: Any, q_rope: Any, cache: Any, *rest: Any, **options: Any) -> Any:
@@ -58,7 +53,8 @@ def test_a_planted_wrong_result_is_found(defect, monkeypatch):
 def test_a_failure_is_shrunk(monkeypatch):
     monkeypatch.setattr(mla_var3, "mla_attention", right)
     plant("wrong")
-    case = program.shrink(first_failure(), "wrong", InProcess(), 1.0, 30.0)
+    worker = SimpleNamespace(run=lambda case, limit_s: cases.run(case, "cpu"))
+    case = program.shrink(first_failure(), "wrong", worker, 1.0, 30.0)
     assert case["b"] == case["h"] == case["d"] == 1
     assert [step["op"] for step in case["steps"]] == ["append", "attend"]
     assert case["steps"][0]["counts"] == [LONG + 1]
@@ -100,8 +96,7 @@ def test_a_hang_is_killed_and_repeated(monkeypatch, capsys):
     monkeypatch.setattr(program, "MOST_FAILURES", 1)
     assert program.main(["--seconds=120", "--seed=1", "--plant=hang", "--limit=5"]) == 1
     printed = capsys.readouterr().out
-    assert "HANG: case " in printed
-    found = re.search(r"python -m tests.fuzz --repro='(.*)'", printed)
-    assert found is not None, printed
-    assert json.loads(found[1])["steps"]
-    assert program.main([f"--repro={found[1]}"]) == 0
+    [repro] = re.findall(r"python -m tests.fuzz (--repro='.*')", printed)
+    [option] = shlex.split(repro)
+    assert "HANG: case " in printed and json.loads(option.partition("=")[2])["steps"]
+    assert program.main([option]) == 0

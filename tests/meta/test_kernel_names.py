@@ -5,26 +5,13 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-import pytest
-
-KERNEL_DECORATORS = {"ct.kernel", "cute.kernel"}
-
-
-def decorator_names(function: ast.FunctionDef) -> set[str]:
-    """Decorators without their arguments: `@ct.kernel(occupancy=2)` is `ct.kernel`."""
-    return {
-        ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        for decorator in function.decorator_list
-    }
+from mla_var3.dev.clone import KERNEL_DECORATORS, is_decorated
 
 
 def kernels_of(source: str) -> list[str]:
     """Kernel functions in either language; in CuTe DSL they are methods as well."""
-    return [
-        node.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and decorator_names(node) & KERNEL_DECORATORS
-    ]
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
+    return [node.name for node in functions if is_decorated(node, KERNEL_DECORATORS)]
 
 
 def kernel_plans_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
@@ -45,11 +32,7 @@ def kernel_plans_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def naming_problems(sources: Mapping[str, str]) -> list[str]:
-    """Everything in a package that breaks the naming of kernels.
-
-    Args:
-        sources: Source text by path relative to the package, with forward slashes.
-    """
+    """Everything that breaks the naming of kernels in a package, by relative path."""
     problems = []
     plans = kernel_plans_of(sources)
     designs: set[PurePosixPath] = set()
@@ -63,17 +46,15 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
             designs.add(PurePosixPath(*path.parts[:4]))
         if len(path.parts) >= 6:
             versions.add(PurePosixPath(*path.parts[:5]))
-
     for design in sorted(designs):
         if str(design / "__main__.py") not in sources:
             problems.append(f"{design}: has no __main__.py")
         if design / design.name not in versions:
             problems.append(f"{design}: has no base version {design.name}")
     for version in sorted(versions):
-        if not re.fullmatch(re.escape(version.parent.name) + r"(_v[1-9]\d*)?", version.name):
-            problems.append(
-                f"{version}: expected {version.parent.name} or {version.parent.name}_vN"
-            )
+        design_name = version.parent.name
+        if not re.fullmatch(re.escape(design_name) + r"(_v[1-9]\d*)?", version.name):
+            problems.append(f"{version}: expected {design_name} or {design_name}_vN")
         entry = str(version / f"{version.name}.py")
         if entry not in sources:
             problems.append(f"{version}: has no module {version.name}.py")
@@ -84,14 +65,13 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
             if version in module.parents:
                 kernels = kernels_of(source)
                 if kernels and module.stem not in kernels:
-                    problems.append(
-                        f"{path}: no kernel function is named {module.stem}, only "
-                        + ", ".join(kernels)
-                    )
+                    problem = f"no kernel function is named {module.stem}, only {kernels}"
+                    problems.append(f"{path}: {problem}")
     return problems
 
 
 def test_kernels_follow_the_naming_rules(package_sources):
+    assert naming_problems(GOOD) == []
     problems = naming_problems(package_sources)
     assert not problems, "\n" + "\n".join(problems)
 
@@ -101,40 +81,34 @@ GOOD = {
     "kernel/cutile/mla/tile_ops.py": "@ct.function\ndef anything(): ...",
     "kernel/cutile/mla/flash/__main__.py": "",
     "kernel/cutile/mla/flash/flash/__init__.py": "",
-    "kernel/cutile/mla/flash/flash/flash.py": (
-        "@ct.kernel\ndef flash(): ...\nclass CtFlash(base.KernelPlan): ..."
-    ),
-    "kernel/cutile/mla/flash/flash/combine.py": (
-        "@ct.kernel(occupancy=2)\ndef combine(): ...\n@ct.kernel\ndef combine_small(): ..."
-    ),
-    "kernel/cutile/mla/flash/flash_v2/flash_v2.py": (
-        "@ct.kernel\ndef flash_v2(): ...\n"
-        "class Shared(KernelPlan): ...\nclass CtFlashV2(Shared[int]): ..."
-    ),
-    "kernel/cute_python/mla/latent/merge.py": (
-        "class M:\n    @cute.kernel\n    def anything(self): ..."
-    ),
+    "kernel/cutile/mla/flash/flash/flash.py": """
+@ct.kernel
+def flash(): ...
+class CtFlash(base.KernelPlan): ...""",
+    "kernel/cutile/mla/flash/flash/combine.py": """
+@ct.kernel(occupancy=2)
+def combine(): ...
+@ct.kernel
+def combine_small(): ...""",
+    "kernel/cutile/mla/flash/flash_v2/flash_v2.py": """
+@ct.kernel
+def flash_v2(): ...
+class Shared(KernelPlan): ...
+class CtFlashV2(Shared[int]): ...""",
+    "kernel/cute_python/mla/latent/merge.py": "class M:\n  @cute.kernel\n  def f(self): ...",
     "kernel/cute_python/mla/flash/__main__.py": "",
-    "kernel/cute_python/mla/flash/flash/flash.py": (
-        "class Host:\n"
-        "    @cute.jit\n    def __call__(self): ...\n"
-        "    @cute.kernel\n    def flash(self): ...\n"
-        "class CuteFlash(KernelPlan): ..."
-    ),
+    "kernel/cute_python/mla/flash/flash/flash.py": """
+class Host:
+    @cute.kernel
+    def flash(self): ...
+class CuteFlash(KernelPlan): ...""",
     "kernel/cute_python/mla/flash/flash/combine.py": "@cute.kernel\ndef combine(): ...",
 }
+CUTE = "kernel/cute_python/mla/flash/flash/combine.py"
 
 
-CUTE = "kernel/cute_python/mla/flash/flash/"
-
-
-def test_good_names_pass():
-    assert naming_problems(GOOD) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "removed", "message"),
-    [
+def test_a_planted_wrong_name_is_found():
+    for changes, removed, message in (
         ({}, "flash/__main__.py", "has no __main__.py"),
         ({"flash/flash/combine.py": "@ct.kernel\ndef other(): ..."}, "", "is named combine"),
         ({"flash/flash/flash.py": "class CtFlash: ..."}, "", "no KernelPlan subclass"),
@@ -142,24 +116,13 @@ def test_good_names_pass():
         ({"flash/flash_two/flash_two.py": "class A(KernelPlan): ..."}, "", "expected flash or"),
         ({"flash/flash_v3/flash_v2.py": ""}, "", "has no module flash_v3.py"),
         ({"new/__main__.py": ""}, "", "has no base version new"),
-        ({CUTE + "combine.py": "@cute.kernel\ndef other(): ..."}, "", "is named combine"),
-        (
-            {CUTE + "combine.py": "class Host:\n    @cute.kernel\n    def other(self): ..."},
-            "",
-            "is named combine",
-        ),
-    ],
-)
-def test_a_planted_wrong_name_is_found(changes, removed, message):
-    folder = "kernel/cutile/mla/"
-    planted = {
-        **GOOD,
-        **{
-            path if path.startswith(CUTE) else folder + path: source
-            for path, source in changes.items()
-        },
-    }
-    planted.pop(folder + removed, None)
-    problems = naming_problems(planted)
-    assert len(problems) == 1, problems
-    assert message in problems[0]
+        ({CUTE: "@cute.kernel\ndef other(): ..."}, "", "is named combine"),
+        ({CUTE: "class A:\n  @cute.kernel\n  def other(self): ..."}, "", "is named combine"),
+    ):
+        folder = "kernel/cutile/mla/"
+        planted = GOOD | {
+            path if path == CUTE else folder + path: changes[path] for path in changes
+        }
+        planted.pop(folder + removed, None)
+        [problem] = naming_problems(planted)
+        assert message in problem

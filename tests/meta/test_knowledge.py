@@ -1,14 +1,15 @@
 """The knowledge base, the device pages and the cuTile reference follow their templates."""
 
 import ast
-import json
 import re
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mla_var3.conf.devices import devices_path, load_devices
 from tests.programs import run_snippet
 
 SECTIONS = [
@@ -37,30 +38,14 @@ torch.manual_seed(0)
 """
 
 
-def without_fences(text: str) -> str:
-    return FENCE.sub("", text)
-
-
-def sections_of(text: str) -> list[tuple[str, str]]:
-    """The second-level headings of a page with what stands under each."""
-    parts = re.split(r"^## +(.+?) *$", without_fences(text), flags=re.MULTILINE)
-    return list(zip(parts[1::2], parts[2::2], strict=True))
-
-
 def tables_of(text: str) -> list[list[list[str]]]:
     """Markdown tables as rows of cells, the heading first, the rule left out."""
-    tables: list[list[list[str]]] = []
-    inside = False
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            inside = False
-            continue
-        if not inside:
-            tables.append([])
-        inside = True
-        if not re.fullmatch(r"[|:\- ]+", line):
-            tables[-1].append([cell.strip() for cell in line.strip().strip("|").split("|")])
-    return tables
+    blocks = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+    rows = ([r for r in block.splitlines() if not re.fullmatch(r"[|:\- ]+", r)] for block in blocks)
+    return [
+        [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in table]
+        for table in rows
+    ]
 
 
 def numbers_in(text: str) -> set[str]:
@@ -68,20 +53,16 @@ def numbers_in(text: str) -> set[str]:
 
 
 def page_problems(text: str, page: Path) -> list[str]:
-    """What a knowledge page lacks of the template.
-
-    Args:
-        text: The page.
-        page: Where it lies; sources are links relative to it.
-    """
+    """What a knowledge page lacks of the template; sources are links relative to where it lies."""
+    prose = FENCE.sub("", text)
     problems = []
-    if len(re.findall(r"^# +\S", without_fences(text), re.MULTILINE)) != 1:
+    if len(re.findall(r"^# +\S", prose, re.MULTILINE)) != 1:
         problems.append("expected one title")
-    sections = sections_of(text)
-    if [name for name, _ in sections] != SECTIONS:
-        return [*problems, f"expected the sections {SECTIONS}, got {[n for n, _ in sections]}"]
-    problems += [f"{name}: empty" for name, body in sections if not body.strip()]
-    bodies = dict(sections)
+    _, *parts = re.split(r"^## +(.+?) *$", prose, flags=re.MULTILINE)
+    if parts[::2] != SECTIONS:
+        return [*problems, f"expected the sections {SECTIONS}, got {parts[::2]}"]
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    problems += [f"{name}: empty" for name, body in bodies.items() if not body.strip()]
     provenance = PROVENANCE.fullmatch(bodies["Provenance"].strip())
     if provenance is None:
         problems.append("Provenance: expected [YYYY-MM, arch, toolkit, N=k] and nothing else")
@@ -129,42 +110,22 @@ def device_problems(text: str, entry: dict[str, Any]) -> list[str]:
     if len(tables) != 1:
         return [f"expected one table with the columns {DEVICE_COLUMNS}"]
     rows = {row[0]: row[1:] for row in tables[0][1:]}
-    figures = {key: value for key, value in entry.items() if key != "aliases"}
-    problems = [f"{key}: not on both sides" for key in rows.keys() ^ figures.keys()]
-    for key in rows.keys() & figures.keys():
-        figure = figures[key]
+    problems = [f"{key}: not on both sides" for key in rows.keys() ^ entry.keys()]
+    for key in rows.keys() & entry.keys():
+        figure = entry[key]
         value = figure["value"]
-        printed = ", ".join(value) if isinstance(value, list) else str(value)
+        printed = ", ".join(value) if isinstance(value, tuple) else str(value)
         wanted = [printed, figure["unit"] or "-", figure["kind"], figure["date"], figure["source"]]
-        problems += [
-            f"{key}: expected {want!r}, got {got!r}"
-            for want, got in zip(wanted, rows[key], strict=True)
-            if want != got
-        ]
-    peak, bandwidth = (
-        entry[name]["value"] for name in ("peak_bfloat16_float32_tflops", "peak_dram_bw_GBps")
-    )
-    ridge = f"Ridge point: {peak * 1e3 / bandwidth:.1f} FLOP/byte"
-    if ridge not in text:
-        problems.append(f"expected {ridge!r}")
-    return problems
+        for want, got in zip(wanted, rows[key], strict=True):
+            problems += [f"{key}: expected {want!r}, got {got!r}"] if want != got else []
+    peak = entry["peak_bfloat16_float32_tflops"]["value"]
+    ridge = f"Ridge point: {peak * 1e3 / entry['peak_dram_bw_GBps']['value']:.1f} FLOP/byte"
+    return problems if ridge in text else [*problems, f"expected {ridge!r}"]
 
 
-def snippets_of(text: str) -> list[tuple[str, bool]]:
-    """Python blocks of a page, each with whether it is marked to be run."""
-    return [
-        (body, bool(run)) for run, language, body in FENCE.findall(text) if language == "python"
-    ]
-
-
-def syntax_problems(text: str) -> list[str]:
-    problems = []
-    for body, _ in snippets_of(text):
-        try:
-            ast.parse(textwrap.dedent(body))
-        except SyntaxError as error:
-            problems.append(f"{error.msg}: {body.splitlines()[0]}")
-    return problems
+def snippets_of(text: str) -> list[tuple[str, str]]:
+    """The marks of Python blocks of a page, which say that they are to be run, and the blocks."""
+    return [(run, body) for run, language, body in FENCE.findall(text) if language == "python"]
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +139,10 @@ def findings(knowledge: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def device_table(source_root: Path) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads((source_root / "conf" / "devices.json").read_text())
-    return table
+def device_table() -> dict[str, Any]:
+    """The values of every device, as dicts."""
+    specs = load_devices(devices_path()).values()
+    return {spec.name: {k: asdict(value) for k, value in spec.values.items()} for spec in specs}
 
 
 @pytest.fixture(scope="module")
@@ -188,60 +150,38 @@ def reference(repo_root: Path) -> str:
     return (repo_root / "docs" / "python-cuda-tile.md").read_text()
 
 
-def test_findings_follow_the_template(knowledge, findings):
-    problems = [
-        f"{page.relative_to(knowledge)}: {problem}"
-        for page in findings
-        for problem in page_problems(page.read_text(), page)
-    ]
-    assert findings and not problems, "\n" + "\n".join(problems)
-
-
-def test_findings_are_indexed(knowledge):
+def test_findings_follow_the_template_and_are_indexed(knowledge, findings):
+    problems = {page.name: page_problems(page.read_text(), page) for page in findings}
+    assert problems and {name: found for name, found in problems.items() if found} == {}
     index = knowledge / "README.md"
-    pages = [page for page in knowledge.rglob("*.md") if page != index]
-    assert unlinked(index, pages) == []
+    assert unlinked(index, [page for page in knowledge.rglob("*.md") if page != index]) == []
 
 
 def test_device_pages_equal_the_table(repo_root, device_table):
-    folder = repo_root / "docs" / "devices"
-    pages = {page.stem: page for page in folder.glob("*.md")}
-    assert set(pages) <= {slug(name) for name in device_table}
-    problems = [
-        f"{name}: {problem}"
-        for name, entry in device_table.items()
-        if slug(name) in pages
-        for problem in device_problems(pages[slug(name)].read_text(), entry)
-    ]
-    assert not problems, "\n" + "\n".join(problems)
+    entries = {slug(name): entry for name, entry in device_table.items()}
+    for page in (repo_root / "docs" / "devices").glob("*.md"):
+        assert device_problems(page.read_text(), entries[page.stem]) == []
 
 
-def test_reference_snippets_parse(reference, findings):
-    assert [syntax_problems(text) for text in (reference, *(p.read_text() for p in findings))] == [
-        []
-    ] * (1 + len(findings))
-
-
-def test_reference_snippets_run(reference, tmp_path):
-    marked = [body for body, run in snippets_of(reference) if run]
+def test_snippets_parse_and_those_of_the_reference_run(reference, findings, tmp_path):
+    for text in (reference, *(page.read_text() for page in findings)):
+        for _, body in snippets_of(text):
+            ast.parse(textwrap.dedent(body))
+    marked = [body for run, body in snippets_of(reference) if run]
     assert len(marked) >= 3
     for body in marked:
         run_snippet(PRELUDE + body, tmp_path)
 
 
-def test_pages_are_in_the_navigation(repo_root, knowledge):
+def test_pages_are_in_the_navigation_and_records_in_their_index(repo_root, knowledge):
     docs, navigation = repo_root / "docs", (repo_root / "mkdocs.yml").read_text()
     pages = [*docs.glob("*.md"), *docs.glob("[!kr]*/*.md"), *(docs / "kernels").glob("*.md")]
     pages = [page for page in pages if page.parent.name != "cutlass-cpp"]
     assert len(pages) > 20
     named = [knowledge / "README.md", docs / "results/index.md", *pages]
     assert [p.name for p in named if f": {p.relative_to(docs)}\n" not in navigation] == []
-
-
-def test_records_are_linked_from_their_index(repo_root):
-    results = repo_root / "docs" / "results"
-    records = [page for page in results.glob("*.md") if page.name != "index.md"]
-    assert unlinked(results / "index.md", records) == []
+    records = [page for page in (docs / "results").glob("*.md") if page.name != "index.md"]
+    assert unlinked(docs / "results/index.md", records) == []
 
 
 GOOD_PAGE = """# Title
@@ -285,9 +225,8 @@ def page(tmp_path: Path) -> Path:
     return tmp_path / "page.md"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
+def test_a_bad_page_is_found(page):
+    for old, new, problem in (
         ("# Title\n", "", "one title"),
         ("## Limits\n\nNone known.\n\n", "", "expected the sections"),
         ("## Limits", "## Bounds", "expected the sections"),
@@ -303,25 +242,20 @@ def page(tmp_path: Path) -> Path:
         ("1,230 us", "1,231 us", "['1231'] not in record.md"),
         ("(record.md)", "(gone.md)", "gone.md does not exist"),
         ("| prototype, 2026-11 |", "| |", "incomplete row"),
-    ],
-)
-def test_a_bad_page_is_found(old, new, problem, page):
-    assert old in GOOD_PAGE
-    assert problem in "\n".join(page_problems(GOOD_PAGE.replace(old, new, 1), page))
+    ):
+        assert old in GOOD_PAGE
+        assert problem in "\n".join(page_problems(GOOD_PAGE.replace(old, new, 1), page))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
+def test_a_wrong_device_figure_is_found(repo_root, device_table):
+    for old, new, problem in (
         ("| 989.4 |", "| 989 |", "peak_bfloat16_float32_tflops: expected '989.4', got '989'"),
         ("| 132 | SM | measured |", "| 132 | SM | spec |", "sm_count: expected 'measured'"),
         ("| sm_count |", "| sms |", "sm_count: not on both sides"),
         ("Ridge point: 206.1", "Ridge point: 200.0", "expected 'Ridge point: 206.1"),
         ("| key |", "| name |", "one table with the columns"),
-    ],
-)
-def test_a_wrong_device_figure_is_found(old, new, problem, repo_root, device_table):
-    text = (repo_root / "docs/devices/nvidia-h200.md").read_text()
-    assert old in text
-    problems = device_problems(text.replace(old, new, 1), device_table["NVIDIA H200"])
-    assert problem in "\n".join(problems)
+    ):
+        text = (repo_root / "docs/devices/nvidia-h200.md").read_text()
+        assert old in text
+        problems = device_problems(text.replace(old, new, 1), device_table["NVIDIA H200"])
+        assert problem in "\n".join(problems)

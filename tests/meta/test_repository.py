@@ -1,12 +1,11 @@
 """Rules for the files of the repository: words, sizes, versions, packaging."""
 
-import ast
 import re
 import subprocess
 import tomllib
-from pathlib import Path
+from contextlib import suppress
 
-import pytest
+import mla_var3
 
 HOST_LIMIT, KERNEL_LIMIT = 500, 700
 
@@ -35,63 +34,36 @@ def forbidden_in(text: str) -> list[str]:
     ]
 
 
-def package_version(repo_root: Path) -> str:
-    """`__version__`, read without importing the package."""
-    for node in ast.parse((repo_root / "src/mla_var3/__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
-            return str(ast.literal_eval(node.value))
-    raise AssertionError("mla_var3 defines no __version__")
-
-
 def test_no_forbidden_words(repo_files, repo_root):
     found = []
     for path in repo_files:
-        try:
+        with suppress(UnicodeDecodeError):  # not a text file
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # not a text file
-        found += [f"{path.relative_to(repo_root)}:{problem}" for problem in forbidden_in(text)]
+            found += [f"{path.relative_to(repo_root)}:{problem}" for problem in forbidden_in(text)]
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cd /" + "work/main",
-        "see '/" + "root/.cache'",
-        "# TO" + "DO: later",
-        "FIX" + "ME",
-        "see issue" + " #12",
-        "https://pypi" + ".org/simple",
-        "--index-url https://download.pytorch" + ".org/whl",
-    ],
-)
-def test_a_forbidden_word_is_found(text):
-    assert len(forbidden_in(f"fine\n{text}\n")) == 1
-
-
-@pytest.mark.parametrize("text", ["src/work/x", "mktemp /tmp/x.XXXXXX", "an issue with roots"])
-def test_harmless_words_pass(text):
-    assert forbidden_in(text) == []
+def test_a_forbidden_word_is_found():
+    for start, end in (
+        ("cd /", "work/main"), ("see '/", "root/.cache'"), ("# TO", "DO: later"), ("FIX", "ME"),
+        ("see issue", " #12"), ("https://pypi", ".org/simple"), ("at download.pytorch", ".org/whl"),
+    ):  # fmt: skip
+        assert len(forbidden_in(f"fine\n{start}{end}\n")) == 1, start
 
 
 def test_modules_stay_short(package_sources):
-    too_long = []
-    for name, source in package_sources.items():
-        lines = len(source.splitlines())
-        limit = KERNEL_LIMIT if name.startswith("kernel/") else HOST_LIMIT
-        if lines > limit:
-            too_long.append(f"{name}: {lines} lines, the limit is {limit}")
-    assert not too_long, "\n" + "\n".join(too_long)
+    lengths = {name: source.count("\n") for name, source in package_sources.items()}
+    limits = {name: KERNEL_LIMIT if name[:7] == "kernel/" else HOST_LIMIT for name in lengths}
+    assert {name: lines for name, lines in lengths.items() if lines > limits[name]} == {}
 
 
 def test_changelog_starts_with_this_version(repo_root):
     changelog = (repo_root / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
-    assert versions[:1] == [package_version(repo_root)]
+    assert versions[:1] == [mla_var3.__version__]
 
 
-def test_setup_installs_what_the_package_accepts(repo_root):
+def test_setup_installs_what_the_package_accepts_and_knows_its_extras(repo_root):
     script = (repo_root / "setup_cutile.sh").read_text()
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     for wanted in (project["dependencies"][0], *project["optional-dependencies"]["cute"]):
@@ -104,15 +76,9 @@ def test_setup_installs_what_the_package_accepts(repo_root):
         )
         assert low <= version < high
 
-
-def test_setup_knows_the_extras_of_the_package(repo_root):
-    script = (repo_root / "setup_cutile.sh").read_text()
-    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     named = re.findall(r'^readonly (?:BASE|OPTIONAL)_EXTRAS="([^"]+)"', script, re.MULTILINE)
-    engines = ["sglang", "transformers", "vllm"]  # for environments that engines are installed in
-    assert sorted([*",".join(named).split(","), *engines]) == sorted(
-        project["optional-dependencies"]
-    )
+    engines = {"sglang", "transformers", "vllm"}  # for environments that engines are installed in
+    assert {*",".join(named).split(","), *engines} == set(project["optional-dependencies"])
 
 
 def test_make_lists_every_target(repo_root):

@@ -10,9 +10,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import pytest
 
@@ -25,18 +24,13 @@ BLOCK = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Step:
-    """One thing that the page asks for.
+class Step(NamedTuple):
+    """A block: a file to write, a change, commands to run, or commands that have to fail.
 
-    Attributes:
-        kind: write a file, apply a change, run commands, or run commands that have to fail.
-        body: the block.
-        text: the file's path, or what the commands have to print.
-        line: where the block begins on the page.
+    The text is the file's path, or what the commands have to print.
     """
 
-    kind: Literal["file", "diff", "run", "fails"]
+    kind: str
     body: str
     text: str
     line: int
@@ -44,29 +38,23 @@ class Step:
 
 def steps_of(page: str) -> Iterator[Step]:
     """What a page asks for, in order; plain blocks are for reading."""
-    kinds: dict[str, Literal["diff", "run", "fails"]] = {
-        "diff": "diff",
-        "{.bash}": "run",
-        "{.bash .fails}": "fails",
-    }
+    kinds = {"diff": "diff", "{.bash}": "run", "{.bash .fails}": "fails"}
     for block in BLOCK.finditer(page):
-        line = page.count("\n", 0, block.start()) + 1
-        text = block["text"] or ""
-        if block["note"] == "file":
-            yield Step("file", block["body"], text, line)
-        elif block["info"] in kinds:
-            yield Step(kinds[block["info"]], block["body"], text, line)
+        kind = "file" if block["note"] == "file" else kinds.get(block["info"])
+        if kind is not None:
+            line = page.count("\n", 0, block.start()) + 1
+            yield Step(kind, block["body"], block["text"] or "", line)
 
 
 def unnamed_files(page: str) -> list[str]:
     """Files whose name the paragraph before them does not tell the reader: comments are hidden."""
-    blocks = [block for block in BLOCK.finditer(page) if block["note"] == "file"]
-    paragraphs = [page[: block.start()].rstrip("\n").rpartition("\n\n")[2] for block in blocks]
-    return [
-        block["text"]
-        for block, paragraph in zip(blocks, paragraphs, strict=True)
-        if not re.search(rf"`[^`]*\b{re.escape(Path(block['text']).name)}`", paragraph)
-    ]
+    unnamed = []
+    for block in BLOCK.finditer(page):
+        paragraph = page[: block.start()].rstrip("\n").rpartition("\n\n")[2]
+        name = re.escape(Path(block["text"] or "").name)
+        if block["note"] == "file" and not re.search(rf"`[^`]*\b{name}`", paragraph):
+            unnamed.append(block["text"])
+    return unnamed
 
 
 class Copy:
@@ -74,21 +62,15 @@ class Copy:
 
     def __init__(self, root: Path, repo_root: Path) -> None:
         self.root = root
-        shutil.copytree(
-            repo_root / "src" / "mla_var3",
-            root / "src" / "mla_var3",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=skip)
         (root / "tests" / "kernel").mkdir(parents=True)
         for name in ("pyproject.toml", "tests/conftest.py"):
             shutil.copy(repo_root / name, root / name)
         programs = root / "bin"
         programs.mkdir()
-        start = {
-            "python": "",
-            "ruff": "-m ruff",
-            "hyper-mla": "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'",
-        }
+        command = "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'"
+        start = {"python": "", "ruff": "-m ruff", "hyper-mla": command}
         for program, arguments in start.items():
             call = f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n'
             write_script(programs / program, call)
@@ -102,27 +84,20 @@ class Copy:
         }
 
     def follow(self, step: Step) -> None:
-        """Do one step.
-
-        Raises:
-            AssertionError: it did not come out as the page says.
-        """
+        """Do one step, which has to come out as the page says."""
         if step.kind == "file":
             path = self.root / step.text
             assert path.parent.is_dir(), f"line {step.line}: no folder for {step.text}"
             path.write_text(step.body)
             return
+        command, stdin = ["bash", "-c", "set -euo pipefail\n" + step.body], None
         if step.kind == "diff":
-            self._run(["git", "apply", "-"], step, step.body, fails=False)
-            return
-        script = "set -euo pipefail\n" + step.body
-        self._run(["bash", "-c", script], step, None, fails=step.kind == "fails")
-
-    def _run(self, command: list[str], step: Step, stdin: str | None, *, fails: bool) -> None:
+            command, stdin = ["git", "apply", "-"], step.body
         result = run_program(command, cwd=self.root, env=self.environment, input=stdin)
         printed = result.stdout + result.stderr
         where = f"line {step.line}:\n{step.body}\n{printed}"
-        assert bool(result.returncode) == fails, f"exit code {result.returncode}, {where}"
+        failed = step.kind == "fails"
+        assert bool(result.returncode) == failed, f"exit code {result.returncode}, {where}"
         assert step.text in printed, f"expected {step.text!r}, {where}"
 
 
@@ -177,18 +152,15 @@ rm -rf not run
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_a_step_that_comes_out_otherwise_is_found(copy):
+    for old, new in (
         ("echo two", "echo three"),
         ("exit 3", "exit 0"),
         ("-x = 1", "-x = 7"),
         ("src/new.py -->", "gone/new.py -->"),
         ("&& echo two", "&& false"),
-    ],
-)
-def test_a_step_that_comes_out_otherwise_is_found(copy, old, new):
-    assert old in PAGE
-    with pytest.raises(AssertionError):
-        for step in steps_of(PAGE.replace(old, new, 1)):
-            copy.follow(step)
+    ):
+        assert old in PAGE
+        with pytest.raises(AssertionError):
+            for step in steps_of(PAGE.replace(old, new, 1)):
+                copy.follow(step)

@@ -65,12 +65,17 @@ class ShapeGroup:
         """The fastest of some rows, None of none."""
         return min(rows, key=self.figure, default=None)
 
+    def _is_rival(self, row: BenchRow) -> bool:
+        return is_pure(row) if self.kind == PREDICTED else row.source == PEER
+
     @property
     def rivals(self) -> list[BenchRow]:
         """What our kernels are compared with: the peers; in a prediction the pure paths."""
-        if self.kind == PREDICTED:
-            return [row for row in self.timed if is_pure(row)]
-        return [row for row in self.timed if row.source == PEER]
+        return [row for row in self.timed if self._is_rival(row)]
+
+    @property
+    def _ours(self) -> list[BenchRow]:
+        return [row for row in self.timed if row.source == OURS and not self._is_rival(row)]
 
     @property
     def best_ours(self) -> BenchRow | None:
@@ -81,11 +86,6 @@ class ShapeGroup:
     def best_eight_bit(self) -> BenchRow | None:
         """Our fastest 8-bit row."""
         return self.best(row for row in self._ours if row.eight_bit)
-
-    @property
-    def _ours(self) -> list[BenchRow]:
-        ours = [row for row in self.timed if row.source == OURS]
-        return [row for row in ours if self.kind != PREDICTED or not is_pure(row)]
 
     @property
     def best_rival(self) -> BenchRow | None:
@@ -114,10 +114,7 @@ def shape_groups(rows: Sequence[BenchRow]) -> list[ShapeGroup]:
     found: dict[tuple[MlaProblem, str, str], list[BenchRow]] = {}
     for row in rows:
         found.setdefault((row.problem, row.device, row.kind), []).append(row)
-    return [
-        ShapeGroup(problem, device, kind, tuple(group))
-        for (problem, device, kind), group in found.items()
-    ]
+    return [ShapeGroup(*key, tuple(group)) for key, group in found.items()]
 
 
 def row_speedups(rows: Sequence[BenchRow]) -> dict[int, float]:
@@ -129,12 +126,7 @@ def row_speedups(rows: Sequence[BenchRow]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Between two query lengths another kernel becomes the fastest.
-
-    Attributes:
-        s: where the two lines meet, between lengths at which both have a time.
-        before, after: the fastest on either side.
-    """
+    """Another kernel becomes the fastest at s, between lengths at which both have a time."""
 
     s: float
     before: str
@@ -143,15 +135,10 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a plot shows, for shapes that differ in one or two sizes.
+    """What a plot shows, for shapes that share the sizes in the title.
 
-    Attributes:
-        title: the sizes that they share.
-        device, kind: whose times.
-        basis: what the times include.
-        series: name -> (s or n, microseconds), ascending.
-        crossings: where the fastest series changes.
-        cells: (s, t) -> speed-up of our best kernel over the best rival.
+    `series` maps names to (s or n, microseconds), ascending; `cells` maps (s, t) to the speed-up of
+    our best kernel over the best rival.
     """
 
     title: str
@@ -163,9 +150,10 @@ class Chart:
     cells: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def _title(problem: MlaProblem, *without: str) -> str:
-    words = shape_text(problem).split()
-    return " ".join(word for word in words if word.partition("=")[0] not in without)
+def _chart(group: ShapeGroup, *without: str, basis: str = "", **data: Any) -> Chart:
+    """A chart of shapes like that of a group, apart from the sizes in `without`."""
+    words = [word for word in group.title.split() if word.partition("=")[0] not in without]
+    return Chart(" ".join(words), group.device, group.kind, basis or group.basis, **data)
 
 
 def times_over_s(rows: Sequence[BenchRow]) -> Chart | None:
@@ -178,19 +166,17 @@ def times_over_s(rows: Sequence[BenchRow]) -> Chart | None:
     best = max(_families(rows, lambda problem: replace(problem, s=1)), key=rank, default=[])
     if len({group.problem.s for group in best}) < 2:
         return None
-    best = _one_basis(best)
+    first, *_ = best = _one_basis(best)
     series: dict[str, dict[int, float]] = {}
     for group in best:
         for row in group.timed:
             at = series.setdefault(row.series, {})
             at[row.problem.s] = min(group.figure(row), at.get(row.problem.s, math.inf))
     lines = {name: sorted(points.items()) for name, points in series.items()}
-    first = best[0]
     # An 8-bit kernel is another computation, so it does not cross the others.
     sixteen_bit = {row.series for row in rows if not row.eight_bit}
     crossings = find_crossings({k: v for k, v in lines.items() if k in sixteen_bit})
-    title = _title(first.problem, "s")
-    return Chart(title, first.device, first.kind, first.basis, lines, crossings)
+    return _chart(first, "s", series=lines, crossings=crossings)
 
 
 def find_crossings(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[Crossing]:
@@ -208,25 +194,21 @@ def find_crossings(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[Cr
     before = fastest(lengths[0]) if lengths else ""
     for high in lengths[1:]:
         old, after = points[before], fastest(high)
+        new = points[after]
         if high not in old:
             if max(old) < high:  # it ended
                 before = after
             continue
-        if old[high] == points[after][high]:
+        if old[high] == new[high]:
             continue  # predictions are often equal: a tie changes nothing
-        shared = [s for s in lengths if s < high and s in old and s in points[after]]
-        if shared:
-            s = _meet(old, points[after], shared[-1], high)
+        if shared := [s for s in lengths if s < high and s in old and s in new]:
+            low = shared[-1]
+            gap_low, gap_high = (math.log(new[s] / old[s]) for s in (low, high))
+            share = gap_low / (gap_low - gap_high) if gap_low != gap_high else 0.5
+            s = low * (high / low) ** min(max(share, 0.0), 1.0)
             found.append(Crossing(s, before, after))
         before = after
     return found
-
-
-def _meet(one: Mapping[int, float], other: Mapping[int, float], low: int, high: int) -> float:
-    gap_low = math.log(other[low] / one[low])
-    gap_high = math.log(other[high] / one[high])
-    share = gap_low / (gap_low - gap_high) if gap_low != gap_high else 0.5
-    return float(low * (high / low) ** min(max(share, 0.0), 1.0))
 
 
 def window_series(row: BenchRow) -> str:
@@ -240,15 +222,15 @@ def times_over_n(rows: Sequence[BenchRow]) -> Chart | None:
     for row in rows:
         if row.status == OK and "n" in row.choices and row.time_us is not None:
             families.setdefault((row.device, row.kind), []).append(row)
-    for (device, kind), found in families.items():
-        problem = found[0].problem
+    for found in families.values():
+        first = shape_groups(found)[0]
         lines: dict[str, dict[int, float]] = {}
         for row in found:
-            if replace(row.problem, s=problem.s) == problem:
+            if replace(row.problem, s=first.problem.s) == first.problem:
                 lines.setdefault(window_series(row), {})[row.choices["n"]] = row.time_us or 0.0
         series = {name: sorted(at.items()) for name, at in lines.items() if len(at) > 1}
         if series:
-            return Chart(_title(problem, "s"), device, kind, KERNEL_TIME, series)
+            return _chart(first, "s", basis=KERNEL_TIME, series=series)
     return None
 
 
@@ -268,9 +250,7 @@ def speedup_grid(rows: Sequence[BenchRow]) -> Chart | None:
             if ratio is not None:
                 cells[group.problem.s, group.problem.t] = ratio
         if cells and (best is None or len(cells) > len(best.cells)):
-            first = groups[0]
-            title = _title(first.problem, "s", "t")
-            best = Chart(title, first.device, first.kind, first.basis, cells=cells)
+            best = _chart(groups[0], "s", "t", cells=cells)
     return best
 
 
@@ -304,17 +284,13 @@ def doubts(rows: Sequence[BenchRow]) -> list[str]:
         for row in group.timed:
             least = limit_us(row)
             if least is not None and row.time_us and row.time_us < least:
-                found.append(
-                    f"{row.label}, {group.title}: {row.time_us:.1f} µs is below the "
-                    f"{least:.1f} µs that the vendor's peak rates allow"
-                )
+                why = f"is below the {least:.1f} µs that the vendor's peak rates allow"
+                found.append(f"{row.label}, {group.title}: {row.time_us:.1f} µs {why}")
         for ours in filter(None, (group.best_ours, group.best_eight_bit)):
             ratio = group.speedup(ours)
             if ratio is not None and ratio > LARGE_WIN:
-                found.append(
-                    f"{ours.label}, {group.title}: {ratio:.2f}x as fast as the best peer; "
-                    "a win of this size needs an explanation"
-                )
+                why = "as fast as the best peer; a win of this size needs an explanation"
+                found.append(f"{ours.label}, {group.title}: {ratio:.2f}x {why}")
     return found
 
 

@@ -13,40 +13,19 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.bench.record import (
-    CALL,
-    DECOMPRESSED,
-    LATENT,
-    MIX,
-    OURS,
-    OUTPUT_PROJECTION,
-    PEER,
-    PROJECTION,
-    QUERY_PROJECTION,
-)
+from mla_var3.bench import record
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.errors import CheckFailedError, InvalidArgumentError, UnsupportedError
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.cost import (
-    attention_block_specialized_cost,
-    flash_attention_cost,
-    flash_mla_cost,
-    output_up_projection_cost,
-    query_projection_cost,
-)
+from mla_var3.op.mla import cost as costs
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, latent_shared_cost
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime import workflow
 from mla_var3.runtime.markdown import byte_count
 from mla_var3.runtime.paths import plan_class, split_full_name
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.workflow import (
-    Progress,
-    RunOptions,
-    current_device_spec,
-    no_progress,
-    prepare,
-)
+from mla_var3.runtime.workflow import Progress, RunOptions, no_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,25 +42,16 @@ SEED = 1
 PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
 """Inputs, outputs and the float32 reference of the check, relative to the bytes a kernel moves."""
-MISSING_PROJECTIONS: dict[str, tuple[str, ...]] = {
-    LATENT: (QUERY_PROJECTION, OUTPUT_PROJECTION),
-    MIX: (QUERY_PROJECTION,),
-    DECOMPRESSED: (),
-    CALL: (),
-}
-"""Path -> the projections that its kernels do not do."""
+MISSING_PROJECTIONS = {record.LATENT: 2, record.MIX: 1, record.DECOMPRESSED: 0, record.CALL: 0}
+"""Path -> how many of the projections its kernels do not do, that of the queries first."""
 
 
 @dataclass(frozen=True)
 class Ready:
     """A contender that can be timed.
 
-    Attributes:
-        run: enqueues the work once.
-        check: compares with the float32 reference; returns the relative error, or raises.
-        path: "latent", "decompressed", "mix" or "call".
-        choices: what it chose, such as n.
-        note: what to know about it.
+    `run` enqueues the work once; `check` compares with the reference and returns the relative
+    error, or raises.
     """
 
     run: Callable[[], Any]
@@ -94,15 +64,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the comparison before it is measured.
+    """One row of the comparison before it is measured; fields as in `BenchRow`.
 
     Attributes:
-        source: "ours", "peer" or "projection".
         build: allocates and lays out; raises UnsupportedError where it cannot take part.
-        language: language key of our kernels.
-        asked: choices that the suite pinned.
         versions: versions of its own, beside those of the environment.
-        cache_dtype: format of the 8-bit cache that it reads; empty for 16 bits.
     """
 
     kernel: str
@@ -116,19 +82,14 @@ class Contender:
 
 @dataclass
 class TuneBudget:
-    """Seconds that several kernels share to search their tilings.
-
-    Attributes:
-        kernels: kernels that have not searched yet; each takes an equal part of what is left.
-        seconds: what is left; None for no limit.
-    """
+    """Seconds, or None for no limit, that kernels share which have not searched their tilings."""
 
     kernels: int
     seconds: float | None = None
 
     @contextmanager
     def spend(self, options: RunOptions) -> Iterator[None]:
-        """Give a kernel its part, and take what the body spent."""
+        """Give a kernel an equal part, and take what the body spent."""
         if self.seconds is None:
             yield
             return
@@ -159,6 +120,7 @@ def kernel_contender(
     progress: Progress = no_progress,
 ) -> Contender:
     """One of our kernels; with a budget its tilings are searched."""
+    kernel = choice.kernel
 
     def build() -> Ready:
         from mla_var3.runtime.check import check_stage
@@ -168,7 +130,7 @@ def kernel_contender(
             require_memory(plan)
         options = RunOptions(device=device, autotune=tune is not None, progress=progress)
         with tune.spend(options) if tune else nullcontext():
-            prepared = prepare(plan, options)
+            prepared = workflow.prepare(plan, options)
         stage = prepared.stage
 
         def check() -> float:
@@ -180,8 +142,7 @@ def kernel_contender(
         note = tuning_note(prepared.tuning.values())
         return Ready(stage.launch, check, stage.cost(), path, choices, note)
 
-    kernel = choice.kernel
-    return Contender(kernel.full_name, OURS, build, kernel.language, dict(choice.fields))
+    return Contender(kernel.full_name, record.OURS, build, kernel.language, dict(choice.fields))
 
 
 def peer_contender(
@@ -199,11 +160,11 @@ def peer_contender(
 
     kernel = peer_kernel(name)
     known = {} if references is None else references
-    limit = FP8_ERROR_LIMIT if kernel.cache_dtype else PEER_ERROR_LIMIT
+    fmt, limit = kernel.cache_dtype, FP8_ERROR_LIMIT if kernel.cache_dtype else PEER_ERROR_LIMIT
 
     def build() -> Ready:
         libraries.require(kernel.library)
-        if kernel.path == DECOMPRESSED and problem.lengths is not None:
+        if kernel.path == record.DECOMPRESSED and problem.lengths is not None:
             raise UnsupportedError(
                 f"{kernel.title}: expected t={problem.t} tokens in every request, got lengths"
             )
@@ -211,20 +172,21 @@ def peer_contender(
         run = kernel.build(libraries, inputs)
 
         def check() -> float:
-            key = f"{kernel.path} {kernel.cache_dtype}"
+            key = f"{kernel.path} {fmt}"
             if key not in known:
-                known[key] = reference(kernel.path, inputs, kernel.cache_dtype)
+                known[key] = reference(kernel.path, inputs, fmt)
             return checked_error(kernel.title, run(), known[key], limit)
 
         return Ready(run, check, kernel.cost(problem), kernel.path)
 
     versions = {k: v for k, v in libraries.versions.items() if k == kernel.library}
-    return Contender(kernel.title, PEER, build, versions=versions, cache_dtype=kernel.cache_dtype)
+    return Contender(kernel.title, record.PEER, build, versions=versions, cache_dtype=fmt)
 
 
 def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "cuda") -> Contender:
     """Our latent kernel on an 8-bit cache in pages, as the call of an engine runs it."""
     kernel = f"{LATENT_KERNEL}:{language}"
+    limit = FP8_ERROR_LIMIT if language == "cute-dsl" else PEER_ERROR_LIMIT
 
     def build() -> Ready:
         from mla_var3.attention.cache.view import paged_view
@@ -239,29 +201,25 @@ def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "c
         )
         q, q_rope = inputs.separate_queries()
 
+        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d, "kernel": kernel}
+
         def run() -> Tensor:
-            return mla_latent_attention(
-                q, q_rope, view, causal=problem.causal, d=problem.d, kernel=kernel
-            )[0]
+            return mla_latent_attention(q, q_rope, view, **options)[0]
 
         def check() -> float:
-            limit = FP8_ERROR_LIMIT if language == "cute-dsl" else PEER_ERROR_LIMIT
-            return checked_error(f"{kernel}, {fmt}", run(), reference(LATENT, inputs, fmt), limit)
+            exact = reference(record.LATENT, inputs, fmt)
+            return checked_error(f"{kernel}, {fmt}", run(), exact, limit)
 
         token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
-        return Ready(run, check, flash_mla_cost(problem, token_bytes), LATENT)
+        return Ready(run, check, costs.flash_mla_cost(problem, token_bytes), record.LATENT)
 
-    return Contender(LATENT_KERNEL, OURS, build, language, cache_dtype=fmt)
+    return Contender(LATENT_KERNEL, record.OURS, build, language, cache_dtype=fmt)
 
 
 def checked_error(
     name: str, found: Tensor, exact: Tensor, limit: float = PEER_ERROR_LIMIT
 ) -> float:
-    """The relative error of a result.
-
-    Raises:
-        CheckFailedError: it is above the limit, or not a number.
-    """
+    """The relative error of a result; CheckFailedError where it is above the limit, or NaN."""
     from mla_var3.op.compare import compare
 
     error = compare(found, exact).relative_frobenius
@@ -293,9 +251,9 @@ def call_contender(problem: MlaProblem, device: str = "cuda") -> Contender:
 
         choices = chosen.candidates[0].choice
         cost = call_cost(chosen.kernel, problem, choices.get("n", 0))
-        return Ready(run, check, cost, CALL, dict(choices), str(chosen))
+        return Ready(run, check, cost, record.CALL, dict(choices), str(chosen))
 
-    return Contender("mla_attention", OURS, build)
+    return Contender("mla_attention", record.OURS, build)
 
 
 def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "cuda") -> Contender:
@@ -327,8 +285,8 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
             table.cpu(), raw.lengths.cpu(), page_size=PAGE, queries=problem.s, device=device
         )
         q, q_rope = inputs.separate_queries()
-        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d}
-        options["kernel"] = f"{kernel}:cute-dsl"
+        name = f"{kernel}:cute-dsl"
+        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d, "kernel": name}
         if kernel == PREFIX_KERNEL:
             if not groups.levels:
                 raise UnsupportedError(f"{kernel}: expected whole pages that are shared, got none")
@@ -338,12 +296,11 @@ def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "c
             return mla_latent_attention(q, q_rope, view, **options)[0]
 
         def check() -> float:
-            return checked_error(kernel, run(), reference(LATENT, inputs))
+            return checked_error(kernel, run(), reference(record.LATENT, inputs))
 
-        cost = latent_shared_cost(shared_problem(problem, shared))
-        return Ready(run, check, cost, LATENT, asked)
+        return Ready(run, check, shared_cost(problem, shared), record.LATENT, asked)
 
-    return Contender(kernel, OURS, build, language="cute-dsl", asked=asked)
+    return Contender(kernel, record.OURS, build, language="cute-dsl", asked=asked)
 
 
 def prefix_kernel(shared: SharedTokens) -> str:
@@ -351,20 +308,20 @@ def prefix_kernel(shared: SharedTokens) -> str:
     return PREFIX_KERNEL if any(shared.tokens) else LATENT_KERNEL
 
 
-def shared_problem(problem: MlaProblem, shared: SharedTokens) -> SharedPrefixProblem:
-    """A problem with its shared tokens, for the cost model: groups of the same mean prefix."""
-    return SharedPrefixProblem(problem, shared.mean, len(shared.tokens))
+def shared_cost(problem: MlaProblem, shared: SharedTokens) -> Cost:
+    """The cost of reading shared tokens once, as of groups with the same mean prefix."""
+    return latent_shared_cost(SharedPrefixProblem(problem, shared.mean, len(shared.tokens)))
 
 
 def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
     """FLOPs and bytes of a whole call: the kernel's path and its projections."""
     design, _ = split_full_name(kernel)
     if design == "flash_attention":
-        return flash_attention_cost(problem)
-    queries = query_projection_cost(problem)
+        return costs.flash_attention_cost(problem)
+    queries = costs.query_projection_cost(problem)
     if design == "mla_var6_plus":
-        return attention_block_specialized_cost(problem, n) + queries
-    return flash_mla_cost(problem) + queries + output_up_projection_cost(problem)
+        return costs.attention_block_specialized_cost(problem, n) + queries
+    return costs.flash_mla_cost(problem) + queries + costs.output_up_projection_cost(problem)
 
 
 def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -> Contender:
@@ -375,8 +332,9 @@ def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -
 
         from mla_var3.op.mla.inputs import torch_dtype
 
-        of_queries = name == QUERY_PROJECTION
-        width, to = (problem.d, problem.k) if of_queries else (problem.k, problem.v)
+        width, to, cost = problem.d, problem.k, costs.query_projection_cost(problem)
+        if name == record.OUTPUT_PROJECTION:
+            width, to, cost = problem.k, problem.v, costs.output_up_projection_cost(problem)
         rows, h, dtype = problem.b * problem.s, problem.h, torch_dtype(problem)
         generator = torch.Generator(device=device).manual_seed(SEED)
 
@@ -396,10 +354,9 @@ def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -
             run()
             return checked_error(name, result, torch.bmm(*(each.float() for each in operands)))
 
-        cost = query_projection_cost(problem) if of_queries else output_up_projection_cost(problem)
         return Ready(run, check, cost, "")
 
-    return Contender(name, PROJECTION, build)
+    return Contender(name, record.PROJECTION, build)
 
 
 def contenders(
@@ -421,16 +378,11 @@ def contenders(
         found.append(prefix_contender(problem, case.shared))
     if libraries is not None:
         found += [peer_contender(name, problem, libraries, references) for name in case.peers]
-    projections = (QUERY_PROJECTION, OUTPUT_PROJECTION)
-    return found + [projection_contender(name, problem) for name in projections]
+    return found + [projection_contender(name, problem) for name in record.PROJECTIONS]
 
 
 def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:
-    """The plan of one of our kernels for a problem.
-
-    Raises:
-        UnsupportedError: the kernel cannot compute it, or not on this target.
-    """
+    """The plan of one of our kernels; UnsupportedError where it cannot compute the problem."""
     cls = plan_class(choice.kernel)
     name = f"{choice.kernel.full_name} ({choice.kernel.language})"
     fields = {f.name for f in dataclasses.fields(cls)}
@@ -439,21 +391,15 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
         del sizes["v"]
     wanted = {**sizes, **choice.fields}
     defaults = MlaProblem(b=1, s=1, t=1, h=1)
-    missing = [
-        f"{key}={value}"
-        for key, value in wanted.items()
-        if key not in fields and value != getattr(defaults, key, None)
-    ]
-    if missing:
-        raise UnsupportedError(
-            f"{name}: expected a plan that takes {', '.join(missing)}, "
-            f"got the fields {', '.join(sorted(fields))}"
-        )
+    extra = {key: value for key, value in wanted.items() if key not in fields}
+    odd = [f"{k}={value}" for k, value in extra.items() if value != getattr(defaults, k, None)]
+    if odd:
+        got = f"got the fields {', '.join(sorted(fields))}"
+        raise UnsupportedError(f"{name}: expected a plan that takes {', '.join(odd)}, {got}")
     targets = getattr(cls, "targets", None)
     if targets is not None and target not in targets:
-        raise UnsupportedError(
-            f"{name}: expected one of its targets {', '.join(targets)}, got {target}"
-        )
+        known = ", ".join(targets)
+        raise UnsupportedError(f"{name}: expected one of its targets {known}, got {target}")
     if "seed" in fields:
         wanted["seed"] = SEED
     try:
@@ -470,7 +416,7 @@ def require_memory(plan: KernelPlan) -> None:
     import torch
 
     free, _ = torch.cuda.mem_get_info()
-    spec = current_device_spec()
+    spec = workflow.current_device_spec()
     rates = spec.burst_rates(plan_dtype(plan))
     need = MEMORY_FACTOR * plan.on_device(spec).plan_empty(*rates).cost().bytes
     if need > free:
@@ -486,9 +432,10 @@ def path_of(plan: KernelPlan, stage: Stage) -> str:
     """
     for name in ("n", "prefix"):
         if hasattr(plan, name):
-            return DECOMPRESSED if getattr(plan, name) == getattr(plan, "t", None) else MIX
+            everything = getattr(plan, name) == getattr(plan, "t", None)
+            return record.DECOMPRESSED if everything else record.MIX
     is_latent = stage.output_tensors[0].shape[-1] == getattr(plan, "k", None)
-    return LATENT if is_latent else DECOMPRESSED
+    return record.LATENT if is_latent else record.DECOMPRESSED
 
 
 def choices_of(plan: KernelPlan) -> dict[str, int]:

@@ -29,22 +29,17 @@ _OPTIONS = (
 
 
 def contribution(record: BenchRecord) -> BenchRecord:
-    """The measured rows of a record, without anything private.
-
-    Raises:
-        InvalidArgumentError: Nothing was measured.
-    """
+    """The measured rows of a record, without anything private."""
     rows = [row for row in record.rows if row.kind == MEASURED and row.status == OK]
     if not rows:
         raise InvalidArgumentError("contribute", "measured rows", "none; it needs a GPU")
-    gpu = record.environment.get("gpu") or {}
-    environment: dict[str, Any] = {name: record.environment.get(name) for name in _FACTS}
+    known, suite = record.environment, record.suite
+    gpu = known.get("gpu") or {}
+    environment: dict[str, Any] = {name: known.get(name) for name in _FACTS}
     environment["gpu"] = {name: gpu[name] for name in _GPU_FACTS if name in gpu}
-    environment["command"] = public_command(record.environment.get("command"), record.suite)
-    public = [
-        replace(row, note="", command=public_command(row.command, record.suite)) for row in rows
-    ]
-    return BenchRecord(record.suite, environment, public, settings=record.settings)
+    environment["command"] = public_command(known.get("command"), suite)
+    rows = [replace(row, note="", command=public_command(row.command, suite)) for row in rows]
+    return BenchRecord(suite, environment, rows, settings=record.settings)
 
 
 def public_command(command: str | None, suite: str) -> str:

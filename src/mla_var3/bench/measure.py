@@ -18,18 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from mla_var3.bench import record
 from mla_var3.bench.contenders import MISSING_PROJECTIONS, Contender, Ready
-from mla_var3.bench.record import (
-    ABSENT,
-    FAILED,
-    LOST,
-    MEASURED,
-    OK,
-    PROJECTION,
-    BenchRow,
-    first_line,
-)
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.bench.record import BenchRow, first_line
+from mla_var3.errors import UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
 from mla_var3.runtime.workflow import Progress, no_progress
@@ -53,13 +45,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Watchdog:
-    """Ends a run when one contender takes too long.
+    """Calls `give_up` with the rows of the shape when one contender takes too long in a round.
 
-    The host waits inside a synchronisation when a kernel hangs, so only another thread can act.
-
-    Attributes:
-        seconds: how long one contender may take in one round.
-        give_up: called in that thread with the rows of the shape; it should end the process.
+    The host waits inside a synchronisation when a kernel hangs, so another thread calls it; it
+    should end the process.
     """
 
     seconds: float
@@ -82,7 +71,7 @@ class Watchdog:
 class _Outcome:
     ready: Ready | None = None
     error: float | None = None
-    status: str = OK
+    status: str = record.OK
     reason: str = ""
     timings: list[Timing] = field(default_factory=list)
 
@@ -98,10 +87,7 @@ def gpu_timer(max_seconds: float = MAX_SECONDS) -> Timer:
 
 def rotated(items: Sequence[Item], round_index: int, rounds: int) -> list[Item]:
     """The order of one round: the starts of the rounds are spread evenly over the list."""
-    if not items:
-        return []
-    step = max(1, len(items) // max(1, rounds))
-    start = round_index * step % len(items)
+    start = round_index * max(1, len(items) // rounds) % max(1, len(items))
     return [*items[start:], *items[:start]]
 
 
@@ -131,19 +117,13 @@ def measure_case(
     watchdog: Watchdog | None = None,
     checkpoint: Callable[[Sequence[BenchRow]], None] | None = None,
 ) -> list[BenchRow]:
-    """Check and time all contenders of one shape.
+    """Check and time all contenders of one shape; returns their rows in the given order.
 
     `around` is the device, date, command and versions of the rows. After each contender `release`
     frees memory; after a failure `healthy` tells whether the device still works. `checkpoint` is
     called before a contender runs, in every round, with the rows to read should it end the whole
-    process.
-
-    Returns:
-        One row per contender, in the given order; one that cannot take part or fails is a row
-        with its reason. Contenders that never ran because the device was lost are "lost".
+    process. Contenders that never ran because the device was lost are "lost".
     """
-    if rounds < 1:
-        raise InvalidArgumentError("rounds", "a number of at least 1", rounds)
     release, healthy = release or release_memory, healthy or cuda_is_healthy
     outcomes = [_Outcome() for _ in contenders]
     total, done = rounds * len(contenders), 0
@@ -152,8 +132,8 @@ def measure_case(
         """The outcomes if nothing more can run: contenders without all their rounds are lost."""
         reason = f"{why} {contenders[culprit].kernel}"
         return [
-            replace(other, status=LOST, reason=reason)
-            if index != culprit and other.status == OK and len(other.timings) < rounds
+            replace(other, status=record.LOST, reason=reason)
+            if index != culprit and other.status == record.OK and len(other.timings) < rounds
             else other
             for index, other in enumerate(outcomes)
         ]
@@ -164,7 +144,7 @@ def measure_case(
 
     def rows_if_ended(culprit: int, reason: str) -> list[BenchRow]:
         results = without_the_device(culprit, "the run ended with")
-        results[culprit] = replace(results[culprit], status=FAILED, reason=reason)
+        results[culprit] = replace(results[culprit], status=record.FAILED, reason=reason)
         return rows(results)
 
     for round_index in range(rounds):
@@ -172,14 +152,14 @@ def measure_case(
             outcome, contender = outcomes[index], contenders[index]
             progress("bench", done, total, contender.kernel)
             done += 1
-            if outcome.status != OK:
+            if outcome.status != record.OK:
                 continue
             if checkpoint is not None:
                 checkpoint(rows_if_ended(index, ENDED))
             with watchdog.over(partial(rows_if_ended, index)) if watchdog else nullcontext():
                 _one_round(outcome, contender, timer)
                 release()
-            if outcome.status == FAILED and not healthy():
+            if outcome.status == record.FAILED and not healthy():
                 outcomes = without_the_device(index, "the CUDA context was lost with")
     progress("bench", total, total, "")
     return rows(outcomes)
@@ -194,37 +174,26 @@ def _one_round(outcome: _Outcome, contender: Contender, timer: Timer) -> None:
             outcome.error = ready.check()
         outcome.timings.append(timer(ready.run))
     except UnsupportedError as reason:
-        outcome.status, outcome.reason = ABSENT, first_line(reason)
+        outcome.status, outcome.reason = record.ABSENT, first_line(reason)
     except (Exception, SystemExit) as error:
         # Whatever one contender raises, the others still run; a library may also call sys.exit.
         log.debug("%s failed", contender.kernel, exc_info=True)
         called = "called sys.exit: " if isinstance(error, SystemExit) else ""
-        outcome.status, outcome.reason = FAILED, called + first_line(error)
+        outcome.status, outcome.reason = record.FAILED, called + first_line(error)
 
 
 def _row(
     problem: MlaProblem, contender: Contender, outcome: _Outcome, around: Mapping[str, Any]
 ) -> BenchRow:
-    ready = outcome.ready
-    row = BenchRow(
-        problem=problem,
-        kernel=contender.kernel,
-        source=contender.source,
-        kind=MEASURED,
-        language=contender.language,
-        path=ready.path if ready else "",
-        choices=ready.choices if ready else contender.asked,
-        asked=contender.asked,
-        cache_dtype=contender.cache_dtype,
-        status=outcome.status,
-        reason=outcome.reason,
-        note=ready.note if ready else "",
-        error=outcome.error,
-        flops=ready.cost.flops if ready else None,
-        bytes=ready.cost.bytes if ready else None,
-        **{**around, "versions": {**around.get("versions", {}), **contender.versions}},
-    )
-    if outcome.status != OK:
+    same = ("kernel", "source", "language", "asked", "cache_dtype")
+    known: dict[str, Any] = {name: getattr(contender, name) for name in same}
+    known |= {name: getattr(outcome, name) for name in ("status", "reason", "error")}
+    known |= {**around, "versions": {**around.get("versions", {}), **contender.versions}}
+    row = BenchRow(problem, kind=record.MEASURED, choices=contender.asked, **known)
+    if ready := outcome.ready:
+        known = {name: getattr(ready, name) for name in ("path", "choices", "note")}
+        row = replace(row, flops=ready.cost.flops, bytes=ready.cost.bytes, **known)
+    if outcome.status != record.OK:
         return row
     timing = summarise(outcome.timings)
     return replace(
@@ -239,12 +208,13 @@ def _row(
 
 def with_projections(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """The rows with the time of the projections that each path does not do, where it is known."""
-    times = {row.kernel: row.time_us for row in rows if row.source == PROJECTION}
+    times = {row.kernel: row.time_us for row in rows if row.source == record.PROJECTION}
     found = []
     for row in rows:
         total: float | None = None
-        if row.status == OK and row.path in MISSING_PROJECTIONS:
-            needed = [times.get(name) for name in MISSING_PROJECTIONS[row.path]]
+        if row.status == record.OK and row.path in MISSING_PROJECTIONS:
+            missing = record.PROJECTIONS[: MISSING_PROJECTIONS[row.path]]
+            needed = [times.get(name) for name in missing]
             known = [time_us for time_us in needed if time_us is not None]
             total = sum(known) if len(known) == len(needed) else None
         found.append(replace(row, projections_us=total))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mla_var3.bench import analysis
 from mla_var3.bench.analysis import ShapeGroup
-from mla_var3.bench.plots import Plot
+from mla_var3.bench.plots import Plot, word
 from mla_var3.bench.record import CALL, OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.regression import Regression
 from mla_var3.runtime.environment import environment_rows
@@ -90,13 +91,10 @@ def group_rows(group: ShapeGroup) -> list[BenchRow]:
     return timed + projections
 
 
-def _has_eight_bit(group: ShapeGroup) -> bool:
-    return any(row.eight_bit for row in group.timed)
-
-
 def headers(group: ShapeGroup) -> tuple[str, ...]:
     """The columns of the table of a shape."""
-    return (*HEADERS, EIGHT_BIT_HEADER) if _has_eight_bit(group) else HEADERS
+    eight_bit = any(row.eight_bit for row in group.timed)
+    return (*HEADERS, EIGHT_BIT_HEADER) if eight_bit else HEADERS
 
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
@@ -106,7 +104,7 @@ def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
     last = ("-", versus) if row.eight_bit else (versus, "-")
     # A call has no kernel time of its own; its label names the kernel that it chose.
     is_call = row.path == CALL
-    return (
+    found = (
         row.label + (f" = {row.note.partition(':')[0]}" if is_call else ""),
         number(row.call_us, 4),
         "-" if is_call else number(row.time_us, 4),
@@ -115,8 +113,9 @@ def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
         number(row.gbps, 4),
         "-" if not limit or not row.time_us else f"{100 * limit / row.time_us:.0f} %",
         "-" if row.error is None else f"{row.error:.1e}",
-        *(last if _has_eight_bit(group) else (versus,)),
+        *last,
     )
+    return found[: len(headers(group))]
 
 
 def headline(group: ShapeGroup) -> str:
@@ -126,12 +125,10 @@ def headline(group: ShapeGroup) -> str:
         rival, ratio = group.rival_of(ours), group.speedup(ours)
         if rival is None or ratio is None:
             continue
-        times = f"{max(ratio, 1 / ratio):.2f}"
-        how = f"{times}x {'as fast as' if ratio >= 1 else 'slower than'}"
-        how = "as fast as" if times == "1.00" else how
-        predicted = "predicted " if group.kind == PREDICTED else ""
+        how = f"{max(ratio, 1 / ratio):.2f}x {'as fast as' if ratio >= 1 else 'slower than'}"
+        how = "as fast as" if how.startswith("1.00x") else how
         what = f"{group.basis}, 8-bit" if ours.eight_bit else group.basis
-        parts.append(f"{ours.label} is {predicted}{how} {rival.label} ({what})")
+        parts.append(f"{ours.label} is {word(group.kind)}{how} {rival.label} ({what})")
     return "; ".join(parts)
 
 
@@ -144,10 +141,10 @@ def troubles(record: BenchRecord) -> list[tuple[str, str, str]]:
     shapes = {row.shape for row in record.rows}
     lines = []
     for (label, status, reason), where in found.items():
-        all_shapes = len(set(where)) == len(shapes)
         named = where[:_NAMED_SHAPES]
         named += [f"{len(where) - len(named)} more shapes"] if len(where) > len(named) else []
-        lines.append((label, status, reason if all_shapes else f"{reason} ({'; '.join(named)})"))
+        where_text = "" if set(where) == shapes else f" ({'; '.join(named)})"
+        lines.append((label, status, reason + where_text))
     known = {label for label, _, _ in lines}
     lines += [(k, "absent", why) for k, why in record.absent.items() if k not in known]
     return lines
@@ -155,19 +152,12 @@ def troubles(record: BenchRecord) -> list[tuple[str, str, str]]:
 
 def verdict_rows(regression: Regression) -> list[tuple[str, ...]]:
     """The verdicts, for a table; the worst first."""
-    ordered = sorted(regression.verdicts, key=lambda verdict: -verdict.change)
-    return [
-        (
-            each.row.label,
-            each.row.shape,
-            number(each.before.time_us, 4),
-            number(each.row.time_us, 4),
-            f"{100 * each.change:+.1f} %",
-            f"± {number(each.zone_us, 2)}",
-            each.verdict,
-        )
-        for each in ordered
-    ]
+    rows = []
+    for each in sorted(regression.verdicts, key=lambda verdict: -verdict.change):
+        times = [number(row.time_us, 4) for row in (each.before, each.row)]
+        change, zone = f"{100 * each.change:+.1f} %", f"± {number(each.zone_us, 2)}"
+        rows.append((each.row.label, each.row.shape, *times, change, zone, each.verdict))
+    return rows
 
 
 VERDICT_HEADERS = ("kernel", "shape", "before µs", "now µs", "change", "neutral zone", "verdict")
@@ -175,16 +165,10 @@ VERDICT_HEADERS = ("kernel", "shape", "before µs", "now µs", "change", "neutra
 
 @dataclass(frozen=True)
 class Block:
-    """One part of a page; what it is follows from the fields that are set.
+    """One part of a page; what it is follows from the fields that are set. Styles are CSS classes.
 
-    Attributes:
-        heading: a heading, which `anchor` makes a target of links.
-        text: a paragraph, of the CSS class `style`.
-        items: a list of (text, anchor to link to or "").
-        headers, rows: a table of the CSS class `style`.
-        row_styles: CSS class of each row.
-        shares: length of the bar below the first cell of each row, in percent.
-        plot: an image with its caption, or why it was not drawn.
+    `items` are (text, anchor to link to or ""), `shares` the lengths in percent of bars below the
+    first cells of rows.
     """
 
     heading: str = ""
@@ -201,8 +185,8 @@ class Block:
     @property
     def image(self) -> str:
         """The plot's PNG file, base64."""
-        files = [file for file in self.plot.files if file.suffix == ".png"] if self.plot else []
-        return base64.b64encode(files[0].read_bytes()).decode() if files else ""
+        file = None if self.plot is None else self.plot.png
+        return "" if file is None else base64.b64encode(file.read_bytes()).decode()
 
     def markdown(self) -> str:
         """The block as markdown."""
@@ -214,10 +198,9 @@ class Block:
             return "".join(f"- {text}\n" for text, _ in self.items)
         if self.plot is None:
             return table(self.headers, self.rows)
-        if self.plot.missing:
+        if self.plot.png is None:
             return f"{self.plot.title}: not drawn, {self.plot.missing}.\n"
-        names = [file.name for file in self.plot.files if file.suffix == ".png"]
-        return "".join(f"![{self.plot.title}]({name})\n\n{self.plot.caption}\n" for name in names)
+        return f"![{self.plot.title}]({self.plot.png.name})\n\n{self.plot.caption}\n"
 
 
 def _blocks(
@@ -235,10 +218,8 @@ def _blocks(
     groups = [group for group in analysis.shape_groups(record.rows) if group.timed]
     if groups:
         yield Block(heading="Overview")
-        heads = [(group.title, headline(group)) for group in groups]
-        yield Block(
-            items=[(": ".join(filter(None, h)), f"shape-{i}") for i, h in enumerate(heads, 1)]
-        )
+        heads = [": ".join(filter(None, (group.title, headline(group)))) for group in groups]
+        yield Block(items=[(head, f"shape-{index}") for index, head in enumerate(heads, 1)])
     yield Block(heading="Plots")
     for plot in plots:
         yield Block(plot=plot)
@@ -286,15 +267,10 @@ def markdown_page(
     record: BenchRecord, plots: Sequence[Plot], regression: Regression | None = None
 ) -> str:
     """The report as markdown, with front matter for programs."""
-    head = {
-        "kind": "benchmark",
-        "suite": record.suite,
-        "predicted": record.predicted,
-        "devices": record.devices,
-        "date": record.environment.get("date"),
-        "command": record.environment.get("command"),
-        "regression": None if regression is None else regression.summary,
-    }
+    head: dict[str, Any] = {"kind": "benchmark"}
+    head |= {name: getattr(record, name) for name in ("suite", "predicted", "devices")}
+    head |= {name: record.environment.get(name) for name in ("date", "command")}
+    head["regression"] = None if regression is None else regression.summary
     blocks = [block.markdown() for block in _blocks(record, plots, regression)]
     return "\n".join([front_matter(head), f"# {title_of(record)}\n", *blocks])
 

@@ -26,13 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from mla_var3.bench.record import DECOMPRESSED, LATENT, first_line
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.cache_formats import (
-    PER_TENSOR,
-    QuantisedCache,
-    cache_format,
-    dequantise,
-    quantise,
-)
+from mla_var3.op.mla import cache_formats
+from mla_var3.op.mla.cache_formats import PER_TENSOR, QuantisedCache, cache_format
 from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, decompress_all, make_inputs, project_queries
 from mla_var3.op.mla.problem import MlaProblem
@@ -65,11 +60,7 @@ DISTRIBUTIONS = {
 
 
 class PeerLibraries:
-    """The peers' libraries that could be loaded.
-
-    Args:
-        folder: folder with the operator libraries; None looks into an installed vLLM.
-        wanted: the libraries to load; some packages take seconds to import.
+    """The wanted libraries of the peers that could be loaded, from a folder or an installed vLLM.
 
     Attributes:
         absent: library -> why it cannot be used.
@@ -123,8 +114,7 @@ class PeerLibraries:
         for module in candidates:
             try:
                 self.modules[name] = importlib.import_module(module)
-            except Exception as error:
-                # Importing a foreign package can fail in any way.
+            except Exception as error:  # importing a foreign package can fail in any way
                 reasons.append(f"{module}: {first_line(error)}")
                 continue
             self.absent.pop(name, None)
@@ -153,11 +143,7 @@ def call_operator(operator: Any, defaults: Mapping[str, Any], **given: Any) -> A
 
 
 def call_known(function: Callable[..., Any], **given: Any) -> Any:
-    """Call a function with those of the arguments that its release knows.
-
-    Raises:
-        MissingToolError: the function wants an argument that was not given.
-    """
+    """Call a function with those of the arguments that its release knows; it must want no other."""
     parameters = inspect.signature(function).parameters.values()
     unknown = [p.name for p in parameters if p.default is p.empty and p.name not in given]
     if unknown:
@@ -236,12 +222,13 @@ class PeerInputs:
 
     def worth(self, name: str) -> tuple[Tensor, Tensor]:
         """Latent rows and rope keys that the pages of a format stand for, float32."""
-        return dequantise(self._quantised(name))
+        return cache_formats.dequantise(self._quantised(name))
 
     def _quantised(self, name: str) -> QuantisedCache:
         rows, k = self.latent_cache(), self.problem.k
         scale = rows.abs().amax().float().reshape(1) / E4M3_MAX if name == PER_TENSOR.name else None
-        return quantise(rows[..., :k], rows[..., k:], cache_format(name), scale)
+        fmt = cache_format(name)
+        return cache_formats.quantise(rows[..., :k], rows[..., k:], fmt, scale)
 
     def page_table(self) -> Tensor:
         """[b, pages]: the pages of a request are consecutive."""
@@ -256,15 +243,7 @@ class PeerInputs:
 
 @dataclass(frozen=True)
 class PeerKernel:
-    """One way of a peer to compute the problem.
-
-    Attributes:
-        title: its name in tables.
-        library: name in `PeerLibraries`.
-        path: "latent" or "decompressed".
-        build: makes the call that returns o.
-        cache_dtype: format of the 8-bit cache that it reads; empty for 16 bits.
-    """
+    """One way of a peer to compute the problem: `build` makes the call that returns o."""
 
     title: str
     library: str
@@ -285,13 +264,10 @@ def reference(path: str, inputs: PeerInputs, cache_dtype: str = "") -> Tensor:
     raw, problem = inputs.raw, inputs.problem
     settings: dict[str, Any] = {"causal": problem.causal, "scale": problem.softmax_scale}
     if path == LATENT:
-        queries = project_queries(raw.q_nope, raw.w_uk)
+        rows, queries = (raw.c_kv, raw.k_rope), project_queries(raw.q_nope, raw.w_uk)
         if cache_dtype:
-            settings["compute_dtype"] = torch.float64
-            rows = inputs.worth(cache_dtype)
-            return reference_latent(queries, raw.q_rope, *rows, raw.lengths, **settings)[0]
-        cache = (raw.c_kv, raw.k_rope, raw.lengths)
-        return reference_latent(queries, raw.q_rope, *cache, **settings)[0]
+            rows, settings["compute_dtype"] = inputs.worth(cache_dtype), torch.float64
+        return reference_latent(queries, raw.q_rope, *rows, raw.lengths, **settings)[0]
     keys, values = decompress_all(raw.c_kv, raw.w_uk, raw.w_uv)
     operands = (raw.q_nope, raw.q_rope, keys, values, raw.k_rope, raw.lengths)
     return reference_decompressed(*operands, **settings)[0]
@@ -341,10 +317,8 @@ def _flashmla_fp8(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
 
 def _fa3_qv(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
     k, cache = inputs.problem.k, inputs.latent_cache()[:, : inputs.problem.t, None]
-    q = inputs.latent_queries()
-    return _fa3_call(
-        libraries, inputs, q[..., k:], cache[..., k:], cache[..., :k], splits=0, qv=q[..., :k]
-    )
+    q, parts = inputs.latent_queries(), (cache[..., k:], cache[..., :k])
+    return _fa3_call(libraries, inputs, q[..., k:], *parts, splits=0, qv=q[..., :k])
 
 
 def _fa3(splits: int) -> Callable[[PeerLibraries, PeerInputs], Run]:
@@ -489,11 +463,7 @@ KERNELS = {
 
 
 def peer_kernel(name: str) -> PeerKernel:
-    """A peer by its short name.
-
-    Raises:
-        UnknownNameError: there is no such peer.
-    """
+    """A peer by its short name."""
     if name not in KERNELS:
         raise UnknownNameError("peer", name, KERNELS)
     return KERNELS[name]

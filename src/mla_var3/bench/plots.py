@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "hyper-mla",
 }
 
-MOST_LINES = 12
+MOST_LINES, MOST_MARKERS = 12, 12
 MOST_BARS = 30
 _MODEL_POINTS = 64
 _LABEL_ROWS = 4
@@ -63,20 +64,18 @@ _PALETTE = ("#CC79A7", "#E69F00", "#000000", "#7F3C8D", "#8C564B", "#B5BD00", "#
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot of the record.
-
-    Attributes:
-        name: file name without suffix.
-        caption: how to read it.
-        files: what was written; empty if it was not drawn.
-        missing: why it was not drawn; empty otherwise.
-    """
+    """One plot of the record: its files, or why it was not drawn."""
 
     name: str
     title: str
     caption: str
     files: tuple[Path, ...] = ()
     missing: str = ""
+
+    @property
+    def png(self) -> Path | None:
+        """The PNG among its files."""
+        return next((file for file in self.files if file.suffix == ".png"), None)
 
 
 class _NotDrawnError(Exception):
@@ -148,9 +147,7 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
         raise _NotDrawnError("it needs two values of s at the same b, t, h")
     lines = _main_lines(data)
     axis = figure.subplots()
-    for index, (name, points) in enumerate(lines.items()):
-        marker = _MARKERS[index % len(_MARKERS)]
-        draw_line(axis, name, points, index, list(lines), marker=marker, linewidth=1.6)
+    draw_lines(axis, lines, _MARKERS, 1.6)
     shown = [each for each in data.crossings if {each.before, each.after} <= set(lines)]
     for index, crossing in enumerate(shown):
         text = f"s ≈ {crossing.s:.1f}" if crossing.s < _COARSE_FROM else f"s ≈ {crossing.s:.0f}"
@@ -167,9 +164,8 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
 def _main_lines(data: analysis.Chart) -> Mapping[str, Sequence[tuple[int, float]]]:
     """The lines to draw; of too many, those that come nearest to the fastest."""
     best: dict[int, float] = {}
-    for points in data.series.values():
-        for s, time_us in points:
-            best[s] = min(time_us, best.get(s, math.inf))
+    for s, time_us in chain.from_iterable(data.series.values()):
+        best[s] = min(time_us, best.get(s, math.inf))
 
     def distance(name: str) -> float:
         return min(time_us / best[s] for s, time_us in data.series[name])
@@ -189,8 +185,7 @@ def _roofline(figure: Any, rows: Sequence[BenchRow]) -> None:
     points = [row for row in points if row.device == device]
     names = list(dict.fromkeys(row.series for row in points))
     axis = figure.subplots()
-    intensities = [_intensity(row) for row in points]
-    low, high = min(intensities) / 2, max(intensities) * 2
+    low, high = min(map(_intensity, points)) / 2, max(map(_intensity, points)) * 2
     for label, tflops, gbps, style in _roofs(spec, points[0].problem.dtype):
         ridge = tflops * 1e3 / gbps
         xs = sorted({low, min(max(ridge, low), high), high})
@@ -198,15 +193,9 @@ def _roofline(figure: Any, rows: Sequence[BenchRow]) -> None:
         axis.plot(xs, ys, style, color="#444444", linewidth=1.2, label=label)
     for index, name in enumerate(names):
         own = [row for row in points if row.series == name]
-        axis.scatter(
-            [_intensity(row) for row in own],
-            [row.tflops for row in own],
-            label=name,
-            color=series_colour(name, names),
-            marker=_MARKERS[index % len(_MARKERS)],
-            s=30,
-            zorder=3,
-        )
+        look = {"color": series_colour(name, names), "marker": _MARKERS[index % len(_MARKERS)]}
+        places = [_intensity(row) for row in own], [row.tflops for row in own]
+        axis.scatter(*places, label=name, s=30, zorder=3, **look)
     axis.set(xscale="log", yscale="log", xlabel="FLOP per byte")
     axis.set_ylabel(f"{word(points[0].kind)}TFLOP/s")
     _finish(figure, axis, f"Roofline of {device}")
@@ -239,8 +228,7 @@ def _over_n(figure: Any, rows: Sequence[BenchRow]) -> None:
             model = _model_line(own, spec)
             axis.plot(*zip(*model, strict=True), linewidth=0.8, linestyle=":", color=colour)
     label = f"{word(data.kind)}kernel time, µs"
-    axis.set(xlabel="decompressed tokens per request, n", ylabel=label)
-    axis.set_ylim(bottom=0)
+    axis.set(xlabel="decompressed tokens per request, n", ylabel=label, ylim=(0, None))
     _finish(figure, axis, f"{data.title} on {data.device}", len(data.series))
 
 
@@ -288,12 +276,10 @@ def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
     shown = sorted(group.timed, key=group.figure)[:MOST_BARS]
     figure.set_size_inches(8.4, 1.6 + 0.32 * len(shown))
     axis = figure.subplots()
-    bars = axis.barh(
-        range(len(shown)),
-        [group.figure(row) for row in shown],
-        xerr=[row.spread_us or 0.0 for row in shown],
-        color=[COLOURS["flash_mla"] if row.source == OURS else "#999999" for row in shown],
-    )
+    colours = [COLOURS["flash_mla"] if row.source == OURS else "#999999" for row in shown]
+    spreads = [row.spread_us or 0.0 for row in shown]
+    times = [group.figure(row) for row in shown]
+    bars = axis.barh(range(len(shown)), times, xerr=spreads, color=colours)
     for bar, row in zip(bars, shown, strict=True):
         bar.set_hatch("//" if row.eight_bit else "")
     axis.bar_label(bars, fmt="%.4g", fontsize=8, padding=3)
@@ -306,17 +292,19 @@ def _bars(figure: Any, rows: Sequence[BenchRow]) -> None:
     axis.set_title(f"{group.title} on {group.device}")
 
 
-def draw_line(
-    axis: Any,
-    name: str,
-    points: Sequence[tuple[float, float]],
-    index: int,
-    names: Sequence[str],
-    **style: Any,
+def draw_lines(
+    axis: Any, series: Mapping[str, Sequence[tuple[float, float]]], markers: str, width: float
 ) -> None:
-    """One series as a line; curves on top of each other differ in their dashes."""
-    look = {"linestyle": LINE_STYLES[index % len(LINE_STYLES)], "markersize": 4, **style}
-    axis.plot(*zip(*points, strict=True), label=name, color=series_colour(name, names), **look)
+    """A line per series, with markers in turn; those on top of each other differ in their dashes.
+
+    Many points make a curve, not a row of measurements: they have no markers.
+    """
+    names = list(series)
+    for index, (name, points) in enumerate(series.items()):
+        look = {"linestyle": LINE_STYLES[index % len(LINE_STYLES)], "linewidth": width}
+        if len(points) <= MOST_MARKERS:
+            look |= {"marker": markers[index % len(markers)], "markersize": 4}
+        axis.plot(*zip(*points, strict=True), label=name, color=series_colour(name, names), **look)
 
 
 def log_axes(axis: Any, x_ticks: Sequence[float]) -> None:
@@ -348,13 +336,58 @@ def new_figure(width: float, height: float) -> Iterator[Any]:
 
 def save_figure(figure: Any, path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write a figure in each format; `path` has no suffix."""
-    written = []
-    for suffix in formats:
-        file = path.with_name(f"{path.name}.{suffix}")
+    written = [path.with_name(f"{path.name}.{suffix}") for suffix in formats]
+    for file, suffix in zip(written, formats, strict=True):
         # Without a date, two plots of the same figures are the same file.
         metadata = {"Date": None} if suffix == "svg" else {}
         content = io.BytesIO()
         figure.savefig(content, format=suffix, dpi=_DPI, metadata=metadata)
         write_atomic(file, content.getvalue())
-        written.append(file)
     return written
+
+
+def line_plot(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+) -> list[Path]:
+    """Draw named series of (x, y) points in ascending x; `path` has no suffix."""
+    with new_figure(7.6, 4.8) as figure:
+        axis = figure.subplots()
+        draw_lines(axis, series, "o", 1.8)
+        if log:
+            log_axes(axis, sorted({x for points in series.values() for x, _ in points}))
+        axis.set(xlabel=x_label, ylabel=y_label)
+        axis.set_title(title)
+        axis.legend()
+        return save_figure(figure, path)
+
+
+def bar_plot(
+    groups: Mapping[str, Mapping[str, float]], path: Path, *, title: str, y_label: str
+) -> list[Path]:
+    """Draw grouped bars with their values on top; `path` has no suffix.
+
+    `groups` maps the name below a group to its values by series; some series may be missing.
+    """
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / max(1, len(names))
+    with new_figure(max(6.0, 1.6 * len(groups) + 2.0), 4.6) as figure:
+        axis = figure.subplots()
+        for position, name in enumerate(names):
+            offset = (position - (len(names) - 1) / 2) * width
+            values = {i + offset: g[name] for i, g in enumerate(groups.values()) if name in g}
+            look = {"label": name, "color": series_colour(name, names)}
+            bars = axis.bar(list(values), list(values.values()), width * 0.92, **look)
+            axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.grid(visible=False, axis="x")
+        axis.set_ylabel(y_label)
+        axis.margins(y=0.12)
+        axis.set_title(title)
+        axis.legend()
+        return save_figure(figure, path)

@@ -11,19 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench import contenders
-from mla_var3.bench.record import (
-    ABSENT,
-    FAILED,
-    LATENT,
-    OURS,
-    OUTPUT_PROJECTION,
-    PREDICTED,
-    PROJECTION,
-    QUERY_PROJECTION,
-    BenchRow,
-    first_line,
-)
+from mla_var3.bench import contenders, record
+from mla_var3.bench.record import BenchRow, first_line
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
@@ -33,7 +22,6 @@ from mla_var3.op.mla.cost import output_up_projection_cost, query_projection_cos
 from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
-from mla_var3.op.mla.prefix.problem import latent_shared_cost
 from mla_var3.runtime.paths import LANGUAGES, declared_targets, find_kernel
 
 log = logging.getLogger(__name__)
@@ -52,18 +40,16 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
     """The estimate of a plan with every choice made; None for a kernel that the model lacks."""
     if not hasattr(plan, "problem"):
         return None
-    prefix = getattr(plan, "prefix", None) or 0
-    work = Workload(
-        plan.problem(), prefix=prefix, n=getattr(plan, "n", None),
-        cache_dtype=getattr(plan, "cache_dtype", None),
-        token_bytes=getattr(plan, "token_bytes", None),
-    )  # fmt: skip
+    own: dict[str, Any] = {
+        name: getattr(plan, name, None) for name in ("n", "cache_dtype", "token_bytes")
+    }
+    work = Workload(plan.problem(), prefix=getattr(plan, "prefix", None) or 0, **own)
     return estimate(plan.name, work, spec, plan.kernel_id.language)
 
 
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
-    blank = BenchRow(case.problem, "", OURS, PREDICTED, timer=IDEAL, **around)
+    blank = BenchRow(case.problem, "", record.OURS, record.PREDICTED, timer=IDEAL, **around)
     rows = [_kernel_row(blank, choice, spec) for choice in case.kernels]
     rows += [_fp8_row(blank, *choice, spec) for choice in case.cache_dtypes]
     if case.shared is not None:
@@ -98,12 +84,11 @@ def _kernel_row(blank: BenchRow, choice: KernelChoice, spec: DeviceSpec) -> Benc
     except Exception as error:
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
         log.debug("%s cannot be planned", kernel.full_name, exc_info=True)
-        status = ABSENT if isinstance(error, UnsupportedError) else FAILED
+        status = record.ABSENT if isinstance(error, UnsupportedError) else record.FAILED
         return replace(row, choices=choice.fields, status=status, reason=first_line(error))
 
 
 def _fp8_row(blank: BenchRow, fmt: str, language: str, spec: DeviceSpec) -> BenchRow:
-    """The latent kernel on an 8-bit cache."""
     row = replace(blank, kernel=contenders.LATENT_KERNEL, language=language, cache_dtype=fmt)
     token_bytes = cache_format(fmt).row_bytes(row.problem.k, row.problem.p)
     return _latent_row(row, Workload(row.problem, cache_dtype=fmt, token_bytes=token_bytes), spec)
@@ -114,8 +99,7 @@ def _prefix_row(blank: BenchRow, shared: SharedTokens, spec: DeviceSpec) -> Benc
     kernel, choices = contenders.prefix_kernel(shared), {"prefix": shared.mean}
     row = replace(blank, kernel=kernel, language="cute-dsl", choices=choices)
     work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
-    cost = latent_shared_cost(contenders.shared_problem(row.problem, shared))
-    return _latent_row(row, work, spec, cost)
+    return _latent_row(row, work, spec, contenders.shared_cost(row.problem, shared))
 
 
 def _latent_row(
@@ -125,20 +109,20 @@ def _latent_row(
     targets = declared_targets(find_kernel(contenders.LATENT_KERNEL, language=row.language))
     if not set(targets) & set(spec.targets):
         reason = f"{row.kernel} ({row.language}) is written for {', '.join(targets)}"
-        return replace(row, path=LATENT, status=ABSENT, reason=reason)
+        return replace(row, path=record.LATENT, status=record.ABSENT, reason=reason)
     expected = estimate(row.kernel, work, spec, row.language)
     assert expected is not None
-    return _estimated(row, expected, cost or expected.cost, path=LATENT)
+    return _estimated(row, expected, cost or expected.cost, path=record.LATENT)
 
 
 _PROJECTIONS = {
-    QUERY_PROJECTION: (query_projection_cost, designs.QUERY_PROJECTION),
-    OUTPUT_PROJECTION: (output_up_projection_cost, designs.OUTPUT_PROJECTION),
+    record.QUERY_PROJECTION: (query_projection_cost, designs.QUERY_PROJECTION),
+    record.OUTPUT_PROJECTION: (output_up_projection_cost, designs.OUTPUT_PROJECTION),
 }
 
 
 def _projection_row(blank: BenchRow, name: str, spec: DeviceSpec) -> BenchRow:
-    row = replace(blank, kernel=name, source=PROJECTION)
+    row = replace(blank, kernel=name, source=record.PROJECTION)
     cost_of, effort = _PROJECTIONS[name]
     cost, work = cost_of(row.problem), Workload(row.problem)
     # Where kernels were timed on the device, so were the projections around them.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_var3.conf import read_json
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.markdown import write_json
@@ -28,7 +28,7 @@ OURS, PEER, PROJECTION = "ours", "peer", "projection"
 LATENT, DECOMPRESSED, MIX, CALL = "latent", "decompressed", "mix", "call"
 MEASURED, PREDICTED = "measured", "predicted"
 OK, ABSENT, FAILED, LOST = "ok", "absent", "failed", "lost"
-QUERY_PROJECTION, OUTPUT_PROJECTION = "query projection", "output projection"
+PROJECTIONS = QUERY_PROJECTION, OUTPUT_PROJECTION = "query projection", "output projection"
 
 EIGHT_BIT = {("mla_var6_plus_v5", "cute-dsl"), ("mla_var6_plus_v2", "cute-dsl")}
 """(kernel, language) with an 8-bit window: a larger error, so never ranked with the others."""
@@ -41,27 +41,22 @@ class BenchRow:
     """One kernel at one shape.
 
     Attributes:
-        problem: sizes, dtype and mask.
         kernel: kernel id, or the name of a peer, a projection or a public call.
         source: "ours", "peer" or "projection".
         kind: "measured" or "predicted".
         path: "latent", "decompressed", "mix", or "call" for a public call; empty when unknown.
-        language: language key of one of our kernels.
         choices: what the run chose, such as n or splits.
         asked: the choices that the suite pinned.
         status: "ok", "absent" (cannot run here), "failed" (ran and is wrong, or raised) or "lost"
             (another contender took the device down before its turn).
-        reason: why the status is not "ok".
         note: what to know about the row, such as the kernel a public call chose.
-        time_us: median of the rounds' medians, or the predicted time.
+        time_us: median of the rounds' medians `rounds_us`, or the predicted time.
         spread_us: half the distance from the smallest 10th to the largest 90th percentile.
-        rounds_us: the median of each round.
         runs: timed runs of all rounds.
         timer: what measured; for a prediction what it rests on.
         flops, bytes: what the algorithm needs, for TFLOP/s and GB/s.
         error: relative Frobenius error against the float32 reference.
         projections_us: time of the projections that the kernel does not do; None if unknown.
-        device, date, command, versions: the circumstances of the row.
         cache_dtype: format of the 8-bit latent cache that the kernel reads; empty for 16 bits. Its
             error is that against float64 on the dequantised cache.
     """
@@ -160,11 +155,7 @@ _NUMBERS = {
 
 
 def check_row(row: BenchRow) -> None:
-    """Refuse a row with a value that cannot be.
-
-    Raises:
-        InvalidArgumentError: names the field, what was expected and what came.
-    """
+    """Refuse a row with a value that cannot be."""
 
     def require(name: str, right: bool, expected: str) -> None:
         if not right:
@@ -200,8 +191,6 @@ class BenchRecord:
         suite: what was run, such as "figures"; "records" for rows read together.
         environment: what `mla_var3.runtime.environment.environment` returned at the start.
         absent: peer or kernel that could not take part -> reason.
-        settings: rounds, seconds per timing, whether tilings were tuned.
-        notes: what a reader must know.
     """
 
     suite: str
@@ -227,16 +216,9 @@ class BenchRecord:
         return list(dict.fromkeys(row.device for row in self.rows if row.device))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "schema": SCHEMA,
-            "suite": self.suite,
-            "environment": dict(self.environment),
-            "settings": self.settings,
-            "absent": self.absent,
-            "notes": self.notes,
-            "rows": [row.to_dict() for row in self.rows],
-        }
+        """JSON-ready, the rows last."""
+        values = {name: value for name, value in vars(self).items() if name != "rows"}
+        return {"schema": SCHEMA, **values, "rows": [row.to_dict() for row in self.rows]}
 
 
 def shape_text(problem: MlaProblem) -> str:
@@ -245,11 +227,8 @@ def shape_text(problem: MlaProblem) -> str:
     parts = [f"{name}={getattr(problem, name)}" for name in ("b", "s", "t", "h")]
     if problem.lengths is not None:
         parts[2] = f"t={min(problem.lengths)}..{max(problem.lengths)}"
-    parts += [
-        f"{name}={getattr(problem, name)}"
-        for name in ("d", "p", "k")
-        if getattr(problem, name) != getattr(usual, name)
-    ]
+    odd = [name for name in "dpk" if getattr(problem, name) != getattr(usual, name)]
+    parts += [f"{name}={getattr(problem, name)}" for name in odd]
     parts += [f"v={problem.v}"] if problem.v != problem.d else []
     parts += [problem.dtype] if problem.dtype != usual.dtype else []
     return " ".join([*parts, *([] if problem.causal else ["full"])])
@@ -261,25 +240,16 @@ def first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def circumstances(environment: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+def circumstances(environment: Mapping[str, Any], device: str) -> dict[str, Any]:
     """What every row repeats of its record's environment."""
-    gpu = environment.get("gpu") or {}
-    versions = dict(environment.get("versions") or {})
-    versions["driver"] = gpu.get("driver")
-    return {
-        "device": device or gpu.get("name") or "",
-        "date": str(environment.get("date") or ""),
-        "command": str(environment.get("command") or ""),
-        "versions": versions,
-    }
+    driver = (environment.get("gpu") or {}).get("driver")
+    texts = {name: str(environment.get(name) or "") for name in ("date", "command")}
+    versions = {**(environment.get("versions") or {}), "driver": driver}
+    return {"device": device, **texts, "versions": versions}
 
 
 def save_record(record: BenchRecord, path: Path) -> None:
-    """Write a record as JSON.
-
-    Raises:
-        InvalidArgumentError: a row has a value that cannot be; nothing is written.
-    """
+    """Write a record as JSON; nothing is written where a row has a value that cannot be."""
     for index, row in enumerate(record.rows):
         with _naming_row(path, index, row.label):
             check_row(row)
@@ -287,23 +257,14 @@ def save_record(record: BenchRecord, path: Path) -> None:
 
 
 def load_record(path: Path) -> BenchRecord:
-    """Read a record.
-
-    Raises:
-        InvalidArgumentError: the file is no benchmark record, or a row is invalid; the message
-            names the file, the row and the field.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgumentError(str(path), "a readable record", error.strerror) from error
-    except ValueError as error:
-        raise InvalidArgumentError(str(path), "a benchmark record", error) from error
+    """Read a record; an error names the file, the row and the field."""
+    data = read_json(path, "a readable record")
+    got = ""
     if not isinstance(data, Mapping) or not {"rows", "environment"} <= set(data):
         got = "an object without rows and environment"
-        raise InvalidArgumentError(str(path), "a benchmark record", got)
-    if data.get("schema") != SCHEMA:
+    elif data.get("schema") != SCHEMA:
         got = f"schema {data.get('schema')!r}, this version reads {SCHEMA!r}"
+    if got:
         raise InvalidArgumentError(str(path), "a benchmark record", got)
     rows = []
     for index, entry in enumerate(data["rows"]):
@@ -311,14 +272,8 @@ def load_record(path: Path) -> BenchRecord:
         with _naming_row(path, index, name):
             rows.append(_row(entry))
             check_row(rows[-1])
-    return BenchRecord(
-        suite=str(data.get("suite", "figures")),
-        environment=data["environment"],
-        rows=rows,
-        absent=dict(data.get("absent") or {}),
-        settings=dict(data.get("settings") or {}),
-        notes=list(data.get("notes") or []),
-    )
+    rest = {name: data[name] for name in ("absent", "settings", "notes") if data.get(name)}
+    return BenchRecord(str(data.get("suite", "figures")), data["environment"], rows, **rest)
 
 
 @contextmanager
@@ -328,8 +283,8 @@ def _naming_row(path: Path, index: int, name: object) -> Iterator[None]:
     try:
         yield
     except InvalidArgumentError as error:
-        field_name = f"{where}, {error.argument}"
-        raise InvalidArgumentError(field_name, error.expected, error.got) from error
+        argument = f"{where}, {error.argument}"
+        raise InvalidArgumentError(argument, error.expected, error.got) from error
     except KeyError as error:
         raise InvalidArgumentError(where, f"the field {error}", "none") from error
     except (ValueError, TypeError, AttributeError, HyperMlaError) as error:
@@ -354,10 +309,8 @@ def merge_records(records: Iterable[BenchRecord]) -> BenchRecord:
 
 def row_key(row: BenchRow) -> tuple[Any, ...]:
     """What makes two rows the same measurement, apart from the device."""
-    return (
-        row.kind, row.source, row.kernel, row.language, row.problem, tuple(row.choices.items()),
-        row.cache_dtype,
-    )  # fmt: skip
+    choices = tuple(row.choices.items())
+    return row.kind, row.source, row.kernel, row.language, row.problem, choices, row.cache_dtype
 
 
 CSV_COLUMNS = (

@@ -40,25 +40,17 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            "kernel": self.row.label,
-            "shape": self.row.shape,
-            "before_us": self.before.time_us,
-            "after_us": self.row.time_us,
-            "change": self.change,
-            "neutral_zone_us": self.zone_us,
-            "verdict": self.verdict,
-        }
+        times = {"before_us": self.before.time_us, "after_us": self.row.time_us}
+        judged = {"neutral_zone_us": self.zone_us, "verdict": self.verdict}
+        what = {"kernel": self.row.label, "shape": self.row.shape}
+        return {**what, **times, "change": self.change, **judged}
 
 
 @dataclass
 class Regression:
-    """The outcome of a comparison.
+    """The outcome of a comparison: rows that could be compared, and why others could not be.
 
-    Attributes:
-        verdicts: the rows that could be compared.
-        not_compared: row -> why not.
-        remarks: differences that do not prevent a comparison.
+    Remarks are differences that do not prevent a comparison.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
@@ -121,12 +113,11 @@ def compare_records(
             result.not_compared.append((name, f"{why} in the earlier record"))
             continue
         reasons = _differences(old, row)
-        versions = _version_differences(old, row)
+        versions = ", ".join(_version_differences(old, row))
         if versions and not across_versions:
-            reasons.append(f"other versions: {', '.join(versions)} (--across_versions compares)")
+            reasons.append(f"other versions: {versions} (--across_versions compares)")
         elif versions:
-            remark = f"{name}: compared across versions: {', '.join(versions)}"
-            result.remarks.append(remark)
+            result.remarks.append(f"{name}: compared across versions: {versions}")
         if reasons:
             result.not_compared.append((name, "; ".join(reasons)))
         else:
@@ -134,9 +125,8 @@ def compare_records(
     for key, row in earlier.items():
         if key not in seen:
             result.not_compared.append((f"{row.label}, {row.shape}", "only in the earlier record"))
-    drivers = {row.versions.get("driver") for rows in (before.rows, after.rows) for row in rows}
-    known = sorted(str(driver) for driver in drivers if driver)
-    if len(known) > 1:
+    drivers = {str(row.versions.get("driver") or "") for row in (*before.rows, *after.rows)}
+    if len(known := sorted(drivers - {""})) > 1:
         result.remarks.append(f"drivers differ: {', '.join(known)}")
     result.remarks += _setting_differences(before, after)
     return result
@@ -144,18 +134,16 @@ def compare_records(
 
 def _setting_differences(before: BenchRecord, after: BenchRecord) -> list[str]:
     """Settings and clocks that differ between the runs; they may explain a verdict."""
-    found = [
-        f"{name} differ: {before.settings[name]} against {after.settings[name]}"
-        for name in before.settings
-        if name in after.settings and before.settings[name] != after.settings[name]
-    ]
-    limits = [
+    old, new = before.settings, after.settings
+    differ = [name for name in old if name in new and old[name] != new[name]]
+    found = [f"{name} differ: {old[name]} against {new[name]}" for name in differ]
+    then, now = (
         (record.environment.get("gpu") or {}).get("clocks_limited_by_setting")
         for record in (before, after)
-    ]
-    if None not in limits and limits[0] != limits[1]:
-        locked = ["locked" if limit else "not locked" for limit in limits]
-        found.append(f"clocks were {locked[0]} before and are {locked[1]} now")
+    )
+    if None not in (then, now) and then != now:
+        then, now = ("locked" if limit else "not locked" for limit in (then, now))
+        found.append(f"clocks were {then} before and are {now} now")
     return found
 
 
@@ -184,11 +172,11 @@ def _version_differences(before: BenchRow, after: BenchRow) -> list[str]:
         compilers = () if after.source == OURS else toolkit_versions()
         ignored = {*_NOT_THE_PEERS, *compilers}
         names = [name for name in {**before.versions, **after.versions} if name not in ignored]
+    pairs = [(name, before.versions.get(name), after.versions.get(name)) for name in names]
     return [
-        f"{name} {before.versions.get(name) or 'not recorded'} against "
-        f"{after.versions.get(name) or 'not recorded'}"
-        for name in names
-        if before.versions.get(name) != after.versions.get(name)
+        f"{name} {old or 'not recorded'} against {new or 'not recorded'}"
+        for name, old, new in pairs
+        if old != new
     ]
 
 

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.bench import record as records
 from mla_var3.bench import suites
 from mla_var3.bench.analysis import row_speedups
 from mla_var3.bench.contribute import FILE_NAME, contribution
@@ -18,14 +19,7 @@ from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE, predict_case
-from mla_var3.bench.record import (
-    BenchRecord,
-    circumstances,
-    csv_text,
-    load_record,
-    merge_records,
-    save_record,
-)
+from mla_var3.bench.record import BenchRecord, load_record, save_record
 from mla_var3.bench.regression import Regression, compare_records
 from mla_var3.bench.session import SessionOptions, measure, unique_rows
 from mla_var3.bench.suites import Case
@@ -44,10 +38,7 @@ _ONLY_IN = {"n": ("var6_plus",), "version": ("var6_plus",), "kernels": ("all", "
 """Option -> the suites that have it."""
 _OPTION_NAMES = {"n_values": "n", "predict_for": "for_device"}
 """Field -> option of the command line, where the names differ."""
-_OF_REPORTS = (
-    "records", "against", "across_versions", "out_dir", "contribute", "progress", "on_rows",
-    "on_lost",
-)  # fmt: skip
+_OF_REPORTS = ("records", "against", "across_versions", "out_dir", "contribute", "progress")
 """Fields that matter to a report from records; the others say what to run, and how."""
 _OF_TIMING = ("rounds", "max_seconds", "patience", "tune", "tune_seconds", "peer_libs")
 """Fields that matter to measurements only."""
@@ -55,25 +46,15 @@ _OF_TIMING = ("rounds", "max_seconds", "patience", "tune", "tune_seconds", "peer
 
 @dataclass
 class BenchOptions(SessionOptions):
-    """What to run, and how.
+    """What to run, and how; the help of `hyper-mla bench` says what each option means.
 
     Attributes:
-        suite: one of `mla_var3.bench.suites.SUITES`.
         sizes: b, s, t and h, each one or several values.
         widths: d, p, k and v of a model; empty for the usual ones.
-        cache_dtype: formats of 8-bit caches that the latent kernel is measured on as well.
         n_values: windows of the suite var6_plus.
-        version: version of mla_var6_plus for that suite.
-        kernels: "all", "latest", designs or full names.
-        backends: languages and peers; all of them when empty.
-        shapes: numbers of the suite's shapes to run, from 1; all of them when empty.
-        quick: fewer shapes of the sweep and fewer windows.
         mode: "measure", "predict", or "auto": measure where there is a GPU.
         predict_for: device of the table to predict for.
         records: records to read instead of running anything.
-        against: earlier record to compare with.
-        across_versions: compare also where compilers or peers have other versions.
-        contribute: also write the measured rows without anything private, to be sent.
     """
 
     suite: str = "figures"
@@ -112,18 +93,14 @@ class BenchOptions(SessionOptions):
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
         self._refuse_ignored()
         asked: dict[str, object] = {"model": self.widths, **self.sizes, "kernels": self.kernels}
-        if self.suite in suites.FIXED_SUITES:
-            changes = {
-                **asked, "causal": not self.causal, "dtype": self.dtype != suites.COMMON.dtype,
-            }  # fmt: skip
-            for name, given in changes.items():
-                if given:
-                    expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
-                    raise InvalidArgumentError(name, expected, "one")
-        for name in self.cache_dtype:
-            if name not in suites.EIGHT_BIT_CACHES["cutile-dsl"]:
-                expected = " or ".join(suites.EIGHT_BIT_CACHES["cutile-dsl"])
-                raise InvalidArgumentError("cache_dtype", expected, name)
+        asked |= {"causal": not self.causal, "dtype": self.dtype != suites.COMMON.dtype}
+        if self.suite in suites.FIXED_SUITES and any(asked.values()):
+            name = next(name for name, given in asked.items() if given)
+            expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
+            raise InvalidArgumentError(name, expected, "one")
+        formats = suites.EIGHT_BIT_CACHES["cutile-dsl"]
+        for name in set(self.cache_dtype) - set(formats):
+            raise InvalidArgumentError("cache_dtype", " or ".join(formats), name)
         for name, values in self.sizes.items():
             single = name in _ONE_VALUE.get(self.suite, ())
             if not values or (single and len(values) > 1):
@@ -139,14 +116,12 @@ class BenchOptions(SessionOptions):
 
     def _refuse_ignored(self) -> None:
         """Refuse what would have no effect beside --records, for predictions or by itself."""
-        other, useless = "", dict[str, object]()
-        if self.records:
-            other, useless = "--records", self._given()
-        elif self.predict_for or self.mode == PREDICT:
-            other = "--for_device" if self.predict_for else f"--mode={PREDICT}"
-            useless = {name: v for name, v in self._given().items() if name in _OF_TIMING}
-        for name, value in useless.items():
-            raise InvalidArgumentError(name, f"none with {other}", value)
+        predicts = bool(self.predict_for) or self.mode == PREDICT
+        other = "--for_device" if self.predict_for else f"--mode={PREDICT}"
+        other = "--records" if self.records else other
+        for name, value in self._given().items():
+            if self.records or (predicts and name in _OF_TIMING):
+                raise InvalidArgumentError(name, f"none with {other}", value)
         if self.across_versions and self.against is None:
             raise InvalidArgumentError("across_versions", "--against beside it", "none")
 
@@ -159,20 +134,15 @@ class BenchOptions(SessionOptions):
         given |= self.sizes
         implied = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS} if self.quick else {}
         for part in fields(self):
-            value, default = getattr(self, part.name), part.default
-            if part.name in _OF_REPORTS or default is MISSING or value == default:
-                continue
-            if implied.get(part.name) != value:
-                given[_OPTION_NAMES.get(part.name, part.name)] = value
+            name, value = part.name, getattr(self, part.name)
+            ignored = name in _OF_REPORTS or name.startswith("on_") or part.default is MISSING
+            if not ignored and value not in (part.default, implied.get(name)):
+                given[_OPTION_NAMES.get(name, name)] = value
         return given
 
     @property
     def measures(self) -> bool:
-        """Whether this run measures here.
-
-        Raises:
-            UnsupportedError: `mode` is "measure" and there is no GPU.
-        """
+        """Whether this run measures here."""
         if self.records or self.mode == PREDICT or self.predict_for:
             return False
         available = cuda_available()
@@ -186,14 +156,7 @@ class BenchOptions(SessionOptions):
 
 @dataclass
 class BenchResult:
-    """What came out.
-
-    Attributes:
-        plots: drawn or not.
-        files: by kind: json, csv, markdown, html.
-        regression: the comparison with an earlier record.
-        missing: what was asked for by name and does not exist -> reason.
-    """
+    """What came out: files by kind, and what was asked for and does not exist, with the reason."""
 
     folder: Path
     record: BenchRecord
@@ -204,11 +167,7 @@ class BenchResult:
 
 
 def run_bench(options: BenchOptions) -> BenchResult:
-    """Measure, predict or read, and write the report.
-
-    Raises:
-        UnsupportedError: `mode` is "measure" and there is no GPU.
-    """
+    """Measure, predict or read, and write the report."""
     # Everything that can be refused is refused before anything is measured.
     earlier = load_record(options.against) if options.against else None
     if options.resume and not options.measures:
@@ -220,7 +179,7 @@ def run_bench(options: BenchOptions) -> BenchResult:
     folder = folder or paths.output_root() / "bench" / name / paths.timestamp()
     missing: dict[str, str] = {}
     if options.records:
-        record = merge_records(load_record(path) for path in options.records)
+        record = records.merge_records(load_record(path) for path in options.records)
     else:
         cases, missing = build_cases(options)
         cases = chosen_shapes(cases, options.shapes)
@@ -254,11 +213,7 @@ def chosen_shapes(cases: list[Case], numbers: Sequence[int]) -> list[Case]:
 
 
 def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
-    """The cases of a suite, and what was asked for but does not exist.
-
-    Raises:
-        UnknownNameError: a kernel or backend that does not exist.
-    """
+    """The cases of a suite, and what was asked for but does not exist."""
     languages, known = suites.select_backends(options.backends)
     peers = tuple(name for name in known if name not in suites.EIGHT_BIT_PEERS)
     cases, missing = _16_bit_cases(options, languages, peers)
@@ -269,17 +224,12 @@ def _16_bit_cases(
     options: BenchOptions, languages: Sequence[str], peers: Sequence[str]
 ) -> tuple[list[Case], dict[str, str]]:
     kernels = [kernel for kernel in suites.mla_kernels() if kernel.language in languages]
-    fixed = {
-        "figures": suites.figures_cases,
-        "latent": suites.latent_cases,
-        "mix": suites.mix_cases,
-        "prefix": suites.prefix_cases,
-    }
-    if options.suite in fixed:
-        return fixed[options.suite](kernels, peers), {}
     if options.suite == "models":
         s_values = suites.QUICK_MODEL_S if options.quick else suites.MODEL_S
         return suites.model_cases(kernels, peers, s_values), {}
+    if options.suite in suites.FIXED_SUITES:
+        build = getattr(suites, f"{options.suite}_cases")
+        return build(kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
     first |= options.widths
     base = replace(suites.COMMON, dtype=options.dtype, causal=options.causal, **first)
@@ -326,7 +276,7 @@ def _predict(record: BenchRecord, cases: Sequence[Case], options: BenchOptions) 
     spec = device_spec(options.predict_for) if options.predict_for else planning_device()
     record.notes = [NOTE]
     record.settings = {"predicted for": spec.name}
-    around = circumstances(record.environment, spec.name)
+    around = records.circumstances(record.environment, spec.name)
     for done, case in enumerate(cases):
         options.progress("predictions", done, len(cases), "")
         rows = unique_rows(predict_case(case, spec, around))
@@ -346,7 +296,7 @@ def _write(
     files = {kind: folder / f"{name}.{suffix}" for kind, suffix in suffixes.items()}
     make_folder(folder)
     save_record(record, files["json"])
-    write_atomic(files["csv"], csv_text(record, row_speedups(record.rows)))
+    write_atomic(files["csv"], records.csv_text(record, row_speedups(record.rows)))
     plots = draw_plots(record, folder)
     write_atomic(files["markdown"], markdown_page(record, plots, regression))
     write_atomic(files["html"], html_page(record, plots, regression))

@@ -18,17 +18,9 @@ from typing import Any
 
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
+from mla_var3.bench import record as records
 from mla_var3.bench.contenders import Contender, TuneBudget
-from mla_var3.bench.record import (
-    FAILED,
-    LOST,
-    BenchRecord,
-    BenchRow,
-    circumstances,
-    load_record,
-    row_key,
-    save_record,
-)
+from mla_var3.bench.record import FAILED, LOST, BenchRecord, BenchRow
 from mla_var3.bench.suites import Case
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.measure import cuda_is_healthy
@@ -44,12 +36,9 @@ class SessionOptions:
     """How to measure.
 
     Attributes:
-        rounds: how often each contender is timed.
         max_seconds: time for one timing.
         patience: seconds that one contender may take in one round.
-        tune_seconds: time for all these searches together; None for no limit.
-        peer_libs: folder with the peers' operator libraries.
-        resume: record of an interrupted run to continue.
+        tune_seconds: time for the searches of all kernels together; None for no limit.
         on_rows: called with the rows of each finished shape.
         on_lost: called with the record when a contender destroyed the CUDA context or does not
             return; it should continue in a new process. Without it the run ends there, and no
@@ -82,12 +71,7 @@ class SessionOptions:
 def measure(
     record: BenchRecord, cases: Sequence[Case], options: SessionOptions, save: Path
 ) -> None:
-    """Measure all cases into a record, which is written to `save` as it grows.
-
-    Raises:
-        InvalidArgumentError: `options.resume` is not a record of this suite, device and settings.
-        UnknownNameError: the GPU is not in the device table.
-    """
+    """Measure all cases into a record, which is written to `save` as it grows."""
     from mla_var3.bench.peers import PeerLibraries, peer_kernel
 
     spec = current_device_spec()
@@ -96,17 +80,16 @@ def measure(
         "seconds per timing": options.max_seconds,
         "tilings": "tuned" if options.tune else "default",
     }
-    budget = None
+    budget, earlier = None, []
     if options.tune:
         budget = TuneBudget(sum(len(case.kernels) for case in cases), options.tune_seconds)
-        if options.tune_seconds is not None:
-            record.settings["seconds of tuning"] = options.tune_seconds
-    earlier = []
+    if options.tune and options.tune_seconds is not None:
+        record.settings["seconds of tuning"] = options.tune_seconds
     if options.resume:
         earlier = resumable_rows(options.resume, record.suite, spec.name, record.settings)
     wanted = {peer_kernel(name).library for case in cases for name in case.peers}
     libraries = PeerLibraries(options.peer_libs, wanted) if wanted else None
-    around = circumstances(record.environment, spec.name)
+    around = records.circumstances(record.environment, spec.name)
     timer = bench_measure.gpu_timer(options.max_seconds)
     bench_measure.warm_up()
     agenda, results = [], []
@@ -126,28 +109,29 @@ def measure(
     def store(place: int, rows: list[BenchRow]) -> None:
         results[place] = rows
         record.rows = [row for group in results for row in group]
-        save_record(record, save)
+        records.save_record(record, save)
 
     def keep(place: int, rows: Sequence[BenchRow]) -> None:
         kept = agenda[place][1]
         store(place, unique_rows(bench_measure.with_projections([*kept, *rows])))
 
+    def give_up(place: int, rows: Sequence[BenchRow]) -> None:
+        keep(place, rows)
+        if options.on_lost is not None:
+            options.on_lost(save)
+
+    seconds = options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1)
     record.rows = [row for group in results for row in group]
     for place, (problem, _, waiting) in enumerate(agenda):
         if not waiting:
             continue
         own = results[place]
+        hooks: dict[str, Any] = {"progress": progress, "checkpoint": partial(keep, place)}
+        hooks["rounds"] = options.rounds
+        if options.on_lost is not None:
+            hooks["watchdog"] = bench_measure.Watchdog(seconds, partial(give_up, place))
         try:
-            rows = bench_measure.measure_case(
-                problem,
-                waiting,
-                timer,
-                around,
-                rounds=options.rounds,
-                progress=progress,
-                watchdog=_watchdog(options, partial(keep, place), save),
-                checkpoint=partial(keep, place),
-            )
+            rows = bench_measure.measure_case(problem, waiting, timer, around, **hooks)
         except BaseException:  # interrupted: the contender that was running is not to blame
             store(place, own)
             log.warning("%s holds the finished shapes; --resume continues it", save)
@@ -165,57 +149,31 @@ def measure(
             return
 
 
-def _watchdog(
-    options: SessionOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
-) -> bench_measure.Watchdog | None:
-    on_lost = options.on_lost
-    if on_lost is None:
-        return None
-
-    def give_up(rows: Sequence[BenchRow]) -> None:
-        keep(rows)
-        on_lost(save)
-
-    return bench_measure.Watchdog(
-        options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1), give_up
-    )
-
-
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """The rows without repetitions: the model may choose an n that the suite pins as well."""
-    return list({row_key(row): row for row in rows}.values())
+    return list({records.row_key(row): row for row in rows}.values())
 
 
 def resumable_rows(
     path: Path, suite: str, device: str, settings: Mapping[str, Any]
 ) -> list[BenchRow]:
-    """The rows of an interrupted run.
-
-    A record has its settings once for all rows, so they have to be the same when it goes on.
-
-    Raises:
-        InvalidArgumentError: the file is no record, or one of predictions, another suite, device or
-            settings.
-    """
-    record = load_record(path)
-    if record.predicted:
-        raise InvalidArgumentError("resume", "a record of measurements", "predictions")
-    if record.suite != suite:
-        raise InvalidArgumentError("resume", f"a record of the suite {suite}", record.suite)
-    others = [name for name in record.devices if name != device]
-    if others:
-        raise InvalidArgumentError("resume", f"a record of {device}", ", ".join(others))
-    differ = [
-        name
-        for name in {**record.settings, **settings}
-        if record.settings.get(name) != settings.get(name)
-    ]
-    if differ:
-        now, before = (
-            ", ".join(f"{name} {each.get(name, 'not given')}" for name in differ)
-            for each in (settings, record.settings)
-        )
-        raise InvalidArgumentError("resume", f"a record with {now}", before)
+    """The rows of an interrupted run, which has to go on with the same settings for all rows."""
+    record = records.load_record(path)
+    old = record.settings
+    others = ", ".join(name for name in record.devices if name != device)
+    differ = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
+    now, before = (
+        ", ".join(f"{name} {each.get(name, 'not given')}" for name in differ)
+        for each in (settings, old)
+    )
+    for wrong, expected, got in (
+        (record.predicted, "a record of measurements", "predictions"),
+        (record.suite != suite, f"a record of the suite {suite}", record.suite),
+        (others, f"a record of {device}", others),
+        (differ, f"a record with {now}", before),
+    ):
+        if wrong:
+            raise InvalidArgumentError("resume", expected, got)
     return record.rows
 
 

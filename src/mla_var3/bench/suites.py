@@ -14,13 +14,8 @@ from mla_var3.conf.models import models
 from mla_var3.errors import UnknownNameError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.problem import MlaProblem, require_int
-from mla_var3.runtime.paths import (
-    LANGUAGES,
-    KernelId,
-    current_name,
-    discover_kernels,
-    split_full_name,
-)
+from mla_var3.runtime import paths
+from mla_var3.runtime.paths import LANGUAGES, KernelId, current_name, split_full_name
 
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
@@ -128,13 +123,10 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and its contenders.
+    """One shape and its contenders, `call` with the kernel that the public call chooses.
 
-    Attributes:
-        peers: names out of `PEERS`.
-        call: whether the public call takes part, with the kernel it chooses.
-        shared: first tokens that requests share; peers hold a copy of them per request.
-        cache_dtypes: 8-bit caches that the latent kernel reads as well, (format, language) each.
+    Peers hold a copy of the `shared` tokens per request. `cache_dtypes` are 8-bit caches that the
+    latent kernel reads as well, (format, language) each.
     """
 
     problem: MlaProblem
@@ -149,13 +141,9 @@ def with_8_bit_caches(
     cases: Iterable[Case], formats: Sequence[str], languages: Sequence[str], peers: Sequence[str]
 ) -> list[Case]:
     """The 16-bit cases with the latent kernel on 8-bit caches, too, and peers that read those."""
-    ours = tuple(
-        (name, language)
-        for name in formats
-        for language in languages
-        if name in EIGHT_BIT_CACHES[language]
-    )
-    theirs = [name for name in EIGHT_BIT_PEERS if name in peers and PER_TENSOR_NAME in formats]
+    pairs = product(formats, languages)
+    ours = tuple(pair for pair in pairs if pair[0] in EIGHT_BIT_CACHES[pair[1]])
+    theirs = _among(peers, *EIGHT_BIT_PEERS) if PER_TENSOR_NAME in formats else ()
     return [replace(case, cache_dtypes=ours, peers=(*case.peers, *theirs)) for case in cases]
 
 
@@ -171,31 +159,23 @@ def comparable(kernels: Iterable[KernelId]) -> list[KernelId]:
 
 def mla_kernels() -> list[KernelId]:
     """All kernels of the MLA layer, in both languages."""
-    return [kernel for kernel in discover_kernels() if kernel.layer == LAYER]
+    return [kernel for kernel in paths.discover_kernels() if kernel.layer == LAYER]
 
 
 def newest(kernels: Iterable[KernelId]) -> list[KernelId]:
     """The newest version of each design in each language."""
-    latest: dict[tuple[str, str], KernelId] = {}
-    for kernel in sorted(comparable(kernels)):
-        latest[kernel.design, kernel.language] = kernel
-    return sorted(latest.values())
+    return sorted({(k.design, k.language): k for k in sorted(comparable(kernels))}.values())
 
 
 def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[KernelId]:
     """The kernels that a user named.
 
     A word is "all", "latest", a design (all its versions) or a full name; `_v0` is the base.
-
-    Raises:
-        UnknownNameError: no kernel has that name.
     """
     chosen: set[KernelId] = set()
     for word in words:
-        if word == "all":
-            found = set(comparable(kernels))
-        elif word == "latest":
-            found = set(newest(kernels))
+        if word in ("all", "latest"):
+            found = set((comparable if word == "all" else newest)(kernels))
         else:
             base = word.removesuffix("_v0")
             found = {k for k in kernels if k.full_name == base}
@@ -210,18 +190,14 @@ def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[Ke
 
 
 def select_backends(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Languages and peers among the named backends; without names all of them.
-
-    Raises:
-        UnknownNameError: a name that is neither a language nor a peer.
-    """
+    """Languages and peers among the named backends; without names all of them."""
     if not words:
         return tuple(LANGUAGES), PEERS
+    known = (*LANGUAGES, *PEERS, "peers")
     for word in words:
-        if word not in (*LANGUAGES, *PEERS, "peers"):
-            raise UnknownNameError("backend", word, (*LANGUAGES, *PEERS, "peers"))
-    peers = PEERS if "peers" in words else tuple(name for name in PEERS if name in words)
-    return tuple(name for name in LANGUAGES if name in words), peers
+        if word not in known:
+            raise UnknownNameError("backend", word, known)
+    return _among(words, *LANGUAGES), PEERS if "peers" in words else _among(words, *PEERS)
 
 
 def _among(peers: Sequence[str], *names: str) -> tuple[str, ...]:
@@ -354,9 +330,9 @@ def sweep_cases(
     """The grid over the sizes; a size that is not given keeps that of `base`."""
     choices = tuple(KernelChoice(kernel) for kernel in kernels)
     names = [name for name in ("b", "h", "t", "s") if name in sizes]
-    grid: Iterable[dict[str, Any]] = (
-        dict(zip(names, values, strict=True)) for values in product(*map(sizes.__getitem__, names))
-    )
+    grid: list[dict[str, Any]] = [
+        dict(zip(names, values, strict=True)) for values in product(*(sizes[n] for n in names))
+    ]
     return [Case(replace(base, **changes), choices, tuple(peers)) for changes in grid]
 
 

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +21,6 @@ from mla_var3.cli.console import UsageError, usage_errors
 from mla_var3.conf.models import Model, model, read_config
 from mla_var3.op.mla.problem import MOST_REQUESTS, MlaProblem, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
-
-# --- values ---------------------------------------------------------------------------------------
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -34,12 +33,10 @@ _NAMES: dict[type, str] = {int: "an integer", float: "a number", bool: "true or 
 
 @dataclass(frozen=True)
 class ValueType:
-    """What an option accepts.
+    """What an option accepts: an int, float, bool or str, a comma list of them, or a word.
 
     Attributes:
-        scalar: int, float, bool or str.
         optional: whether "none" (or "auto") is a value too.
-        sequence: whether it is a comma list, read into a tuple.
         words: words with a meaning of their own, passed through as they are.
     """
 
@@ -75,9 +72,7 @@ class ValueType:
     @property
     def expected(self) -> str:
         """What is accepted, in words."""
-        expected = _NAMES[self.scalar]
-        if self.sequence:
-            expected = f"a comma list, each {expected}"
+        expected = f"{'a comma list, each ' if self.sequence else ''}{_NAMES[self.scalar]}"
         return " or ".join([expected, *self.words, *(["none"] if self.optional else [])])
 
     @property
@@ -92,20 +87,15 @@ def value_type(annotation: Any, name: str = "") -> ValueType | None:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if is_union else (annotation,)
     optional = type(None) in members
-    rest = [member for member in members if member is not type(None)]
-    if len(rest) != 1:
+    kinds = [member for member in members if member is not type(None)]
+    sequence = len(kinds) == 1 and typing.get_origin(kinds[0]) in (tuple, list, Sequence)
+    if sequence:
+        kinds = list({member for member in typing.get_args(kinds[0]) if member is not Ellipsis})
+    if len(kinds) != 1 or kinds[0] not in _NAMES:
         return None
-    if rest[0] in _NAMES:
-        return ValueType(rest[0], optional)
-    if typing.get_origin(rest[0]) in (tuple, list, Sequence):
-        scalars = {argument for argument in typing.get_args(rest[0]) if argument is not Ellipsis}
-        if len(scalars) == 1 and (scalar := scalars.pop()) in _NAMES:
-            words = (MIXED,) if name == "lengths" else ()
-            return ValueType(scalar, optional, sequence=True, words=words)
-    return None
+    words = (MIXED,) if sequence and name == "lengths" else ()
+    return ValueType(kinds[0], optional, sequence, words)
 
-
-# --- sizes ----------------------------------------------------------------------------------------
 
 SIZE_TEXTS = {
     "b": "requests in the batch",
@@ -125,9 +115,6 @@ MODEL_SIZES = ("h", "d", "p", "k", "v")
 """Sizes that a model and its tensor parallelism decide."""
 MOST_LENGTHS = 8
 """Of more KV lengths the least and the largest are shown."""
-
-
-# --- the parser -----------------------------------------------------------------------------------
 
 
 class Options(argparse._ActionsContainer):
@@ -162,20 +149,19 @@ class Options(argparse._ActionsContainer):
 
     def add_model(self) -> None:
         """Add `--model`, `--config` and `--tp`, which give `MODEL_SIZES`; see `read_model`."""
-        unset: dict[str, Any] = {"default": argparse.SUPPRESS}
         text = "published model that sets h, d, p, k and v; hyper-mla list names them"
-        self.add_option("model", "NAME", text, **unset)
+        self.add_option("model", "NAME", text, default=argparse.SUPPRESS)
         text = "config.json of a Hugging Face model, instead of --model"
-        self.add_option("config", "FILE", text, type=Path, **unset)
+        self.add_option("config", "FILE", text, type=Path, default=argparse.SUPPRESS)
         text = "GPUs that share the model's heads (default: 1)"
-        self.add_option("tp", "N", text, type=ValueType(int), **unset)
+        self.add_option("tp", "N", text, type=ValueType(int), default=argparse.SUPPRESS)
 
     def add_problem(self) -> None:
         """Add all sizes of a problem, and a model instead of those that it gives."""
         self.add_sizes(("b", "s", "t"))
         self.add_sizes(("h", "d", "p", "k"), default=argparse.SUPPRESS)
-        unset: dict[str, Any] = {"type": ValueType(int), "default": argparse.SUPPRESS}
-        self.add_option("v", "N", f"{SIZE_TEXTS['v']} (default: d)", **unset)
+        text = f"{SIZE_TEXTS['v']} (default: d)"
+        self.add_option("v", "N", text, type=ValueType(int), default=argparse.SUPPRESS)
         self.add_model()
 
     def add_lengths(self, note: str = " (default: all t)", **settings: Any) -> None:
@@ -208,10 +194,6 @@ class Parser(Options, argparse.ArgumentParser):
         self._action_groups.append(group)
         return group
 
-    def add_for_device(self, text: str, dest: str) -> None:
-        """Add `--for_device`, the device of the table that a command plans or predicts for."""
-        self.add_argument("--for_device", dest=dest, metavar="NAME", help=text)
-
     def error(self, message: str) -> NoReturn:
         """Called by argparse; its own version prints the usage and exits."""
         message = message.replace("ignored explicit argument", "expected no value, got")
@@ -238,12 +220,12 @@ class Parser(Options, argparse.ArgumentParser):
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         name = self.aliases.get(name, name)
-        if name not in flags and name in self.ambiguous:
-            choices = " or ".join(f"--{flag}" for flag in self.ambiguous[name])
-            raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
-        if name not in flags:
+        if name in flags:
+            return f"--{name}{equals}{value}"
+        if name not in self.ambiguous:
             raise _unknown_option(f"--{name}", flags)
-        return f"--{name}{equals}{value}"
+        choices = " or ".join(f"--{flag}" for flag in self.ambiguous[name])
+        raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
 
 
 def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
@@ -251,22 +233,14 @@ def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
     wanted = option.lstrip("-").lower()
     by_lower = {flag.lower(): flag for flag in flags}
     nearest = difflib.get_close_matches(wanted, by_lower, n=2, cutoff=0.6)
-    if wanted in by_lower:
-        nearest = [wanted]
-    hint = " or ".join(f"--{by_lower[name]}" for name in nearest)
-    hint = f"did you mean {hint}?" if hint else "--help lists the options"
+    nearest = [wanted] if wanted in by_lower else nearest
+    meant = " or ".join(f"--{by_lower[name]}" for name in nearest)
+    hint = f"did you mean {meant}?" if meant else "--help lists the options"
     return UsageError(f"unknown option {option!r}; {hint}")
 
 
-# --- what was parsed ------------------------------------------------------------------------------
-
-
 def read_model(values: dict[str, Any]) -> dict[str, int]:
-    """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give.
-
-    Raises:
-        UsageError: The options contradict each other.
-    """
+    """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give."""
     given = {name: values.pop(name) for name in ("model", "config", "tp") if name in values}
     if not given:
         return {}
@@ -290,7 +264,7 @@ def read_model(values: dict[str, Any]) -> dict[str, int]:
 def read_problem(values: dict[str, Any]) -> None:
     """Replace the options of `add_problem` in parsed options by the sizes of a problem."""
     sizes = read_model(values)
-    values |= {**{name: SIZES[name] for name in SIZES if name not in values}, **sizes}
+    values |= {**SIZES, **values, **sizes}
 
 
 def sizes_text(problem: Any, names: Iterable[str] = SIZES) -> str:
@@ -324,42 +298,24 @@ def read_lengths(lengths: Any, b: int, t: int) -> tuple[int, ...] | None:
     return (t,) if b == 1 else tuple(round(1 + i * (t - 1) / (b - 1)) for i in range(b))
 
 
-# --- which kernel ---------------------------------------------------------------------------------
-
-
 def leading_words(argv: Sequence[str], most: int) -> tuple[list[str], list[str]]:
     """Split a command line into the words before the first option, at most some, and the rest."""
-    words = []
-    for argument in argv[:most]:
-        if argument.startswith("-"):
-            break
-        words.append(argument)
+    words = list(takewhile(lambda argument: not argument.startswith("-"), argv[:most]))
     return words, list(argv[len(words) :])
 
 
 def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """The last value of an option and the command line without it."""
-    value, rest = None, []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == f"--{name}":
-            value = next(arguments, None)
-            if value is None:
-                raise UsageError(f"--{name}: expected a value, got none")
-        elif argument.startswith(f"--{name}="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    return value, rest
+    parser = Parser(add_help=False)
+    parser.add_argument(f"--{name}")
+    values, rest = parser.parse_known_args(argv)
+    return getattr(values, name), rest
 
 
 def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
     """The kernel that `<kernel> [<version>] ... [--language=...]` names, and the other arguments.
 
     The kernel may be `<kernel>:<language>`; it is None when the command line names none.
-
-    Raises:
-        UsageError: there is no such kernel, version or language, or a language without a kernel.
     """
     language, rest = take_option(argv, "language")
     words, rest = leading_words(rest, 2)

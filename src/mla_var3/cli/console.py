@@ -13,27 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from rich import progress as bars
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
-from mla_var3.errors import (
-    DeviceTimeoutError,
-    HyperMlaError,
-    InvalidArgumentError,
-    UnknownNameError,
-)
+from mla_var3 import errors
+from mla_var3.errors import HyperMlaError
 from mla_var3.runtime.check import CheckResult
 from mla_var3.runtime.markdown import json_ready, microseconds
 from mla_var3.runtime.profiling import ProfileResult, figures
@@ -87,7 +75,7 @@ def usage_errors() -> Iterator[None]:
     """While a command line is read, an unknown name in it is a usage error."""
     try:
         yield
-    except UnknownNameError as error:
+    except errors.UnknownNameError as error:
         raise UsageError(str(error)) from error
 
 
@@ -118,9 +106,9 @@ def guarded(action: Callable[[], int]) -> int:
         if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0") or not _is_expected(error):
             raise
         print_error(_message(error))
-        if isinstance(error, DeviceTimeoutError):
+        if isinstance(error, errors.DeviceTimeoutError):
             end_process()
-        usage = isinstance(error, (UsageError, InvalidArgumentError))
+        usage = isinstance(error, (UsageError, errors.InvalidArgumentError))
         return EXIT_USAGE if usage else EXIT_FAILED
 
 
@@ -141,8 +129,8 @@ def end_process() -> None:
 
 def _is_expected(error: Exception) -> bool:
     # torch is not imported here: a command that never needed it must not pay for its import.
-    out_of_memory = type(error).__name__ == "OutOfMemoryError" or _is_out_of_host_memory(error)
-    return isinstance(error, (HyperMlaError, OSError)) or out_of_memory
+    expected = isinstance(error, (HyperMlaError, OSError)) or _is_out_of_host_memory(error)
+    return expected or type(error).__name__ == "OutOfMemoryError"
 
 
 def _is_out_of_host_memory(error: Exception) -> bool:
@@ -194,10 +182,7 @@ def _column_widths(
     widths = [max(cell_len(line) for text in c for line in text.split("\n")) for c in columns]
     least = []
     for (header, *cells), whole in zip(columns, numeric, strict=True):
-        words = [
-            *header.split(),
-            *(cells if whole else [w for text in cells for w in text.split()]),
-        ]
+        words = [*header.split(), *(cells if whole else " ".join(cells).split())]
         least.append(max(min(cell_len(word), _LONGEST_WORD) for word in words))
     while sum(widths) > available:
         spare = [i for i in range(len(widths)) if widths[i] > least[i]]
@@ -218,8 +203,7 @@ def print_result(result: ProfileResult) -> None:
     elif device := result.record.get("planned_for"):
         title += f", planned for {device}"
     print_table(title, figures.STAGE_HEADERS, figures.stage_rows(result))
-    predicted = result.record.get("predicted_us")
-    if predicted:
+    if predicted := result.record.get("predicted_us"):
         each = ", ".join(f"{name} {microseconds(time_us)}" for name, time_us in predicted.items())
         say(f"predicted, not measured, at the vendor's peaks: {each}")
         if figures.has_estimate(result):
@@ -254,21 +238,21 @@ class ProgressReporter:
     """
 
     def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._bar: bars.Progress | None = None
+        self._tasks: dict[str, bars.TaskID] = {}
         self._started: dict[str, float] = {}
         self._last_line = 0.0
 
     def __enter__(self) -> Self:
         console = _console(stderr=True)
         if console.is_terminal:
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=30),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[detail]}", style="dim", markup=False),
+            self._bar = bars.Progress(
+                bars.SpinnerColumn(),
+                bars.TextColumn("{task.description}", markup=False),
+                bars.BarColumn(bar_width=30),
+                bars.MofNCompleteColumn(),
+                bars.TimeElapsedColumn(),
+                bars.TextColumn("{task.fields[detail]}", style="dim", markup=False),
                 console=console,
                 transient=True,
                 # Results that go to a file or a pipe must not end up above the bar.

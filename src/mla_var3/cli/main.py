@@ -34,18 +34,17 @@ COMMANDS = {
 }
 
 
-def build_parser() -> Parser:
-    """The parser of the whole program; `run <kernel>` and `show <kernel>` add the kernel's own."""
-    parser = Parser(
-        prog="hyper-mla",
-        description="Multi-head Latent Attention kernels, and the workbench they are made on.",
-        epilog="hyper-mla <command> --help tells more about a command.",
-    )
+def _show_help(argv: list[str]) -> int:
+    text = "Multi-head Latent Attention kernels, and the workbench they are made on."
+    more = "hyper-mla <command> --help tells more about a command."
+    parser = Parser(prog="hyper-mla", description=text, epilog=more)
     parser.add_argument("--version", action="version", version=f"hyper-mla {mla_var3.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="<command>")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    return parser
+    parser.parse(argv)
+    parser.print_help()
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     words, rest = leading_words(argv, 1)
     if not words:
-        parser = build_parser()
-        parser.parse(argv)
-        parser.print_help()
-        return 0
+        return _show_help(argv)
     (name,) = words
     with usage_errors():
         if name not in COMMANDS:

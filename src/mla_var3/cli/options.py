@@ -6,20 +6,13 @@ import argparse
 import dataclasses
 import inspect
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import (
-    MODEL_SIZES,
-    SIZE_TEXTS,
-    Parser,
-    ValueType,
-    read_lengths,
-    read_model,
-    value_type,
-)
+from mla_var3.cli import arguments
+from mla_var3.cli.arguments import Parser, ValueType, value_type
 from mla_var3.cli.console import UsageError
 from mla_var3.errors import HyperMlaError, UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES, TARGETS
@@ -29,7 +22,7 @@ from mla_var3.runtime.stage import Tiling
 from mla_var3.runtime.workflow import RunOptions
 
 HELP_TEXTS = {
-    **SIZE_TEXTS,
+    **arguments.SIZE_TEXTS,
     "dtype": "element type: bfloat16 or float16",
     "causal": "mask later tokens, aligned bottom-right",
     "lengths": "KV length per request: comma list, or mixed (spread from 1 to t); none: all t",
@@ -44,74 +37,48 @@ HELP_TEXTS = {
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
-RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "language": (
-        "run",
-        f"kernel language: {' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE}, or the only one)",
-        {"metavar": "NAME"},
-    ),
-    "device": (
-        "run",
-        "auto, cuda or cpu; cpu runs the kernel's own code in the tile interpreter (default: auto)",
-        {"metavar": "NAME"},
-    ),
-    "target": (
-        "run",
-        f"only compile and predict, for these GPU codes (default: {','.join(TARGETS)})",
-        {"metavar": "SM,SM,..."},
-    ),
-    "check": ("run", "compare with the fp32 reference; the exit code tells", _FLAG),
-    "no_autotune": (
-        "run",
-        "use the tiling as given or by default; needed on a GPU to set tiling options",
-        _FLAG,
-    ),
-    "retune": ("run", "search tilings again although a result is cached", _FLAG),
-    "tune_max_iters": (
-        "run",
-        "time at most N tilings per stage (default: all that compile well)",
-        {"type": ValueType(int), "metavar": "N"},
-    ),
-    "tune_seconds": (
-        "run",
-        "stop the search after so many seconds (default: none)",
-        {"type": ValueType(float), "metavar": "SECONDS"},
-    ),
-    "refine": (
-        "run",
-        "choose between neighbours of the cost model's choice, such as n, by timing (default: off)",
-        _FLAG,
-    ),
-    "prof_type": (
-        "profiling",
-        f"{', '.join(m.value for m in NsightProfType)} (default: the richest one that runs here)",
-        {"metavar": "MODE"},
-    ),
-    "bench_runs": (
-        "profiling",
-        "timed runs (default: enough for a steady median)",
-        {"type": ValueType(int), "metavar": "N"},
-    ),
-    "out_dir": (
-        "profiling",
-        "folder of the artifacts (default: out/profiles/<mode>/<kernel>/<params>/<timestamp>)",
-        {"type": Path, "metavar": "FOLDER"},
-    ),
-    "label": ("profiling", "suffix of that folder's name (default: none)", {"metavar": "TEXT"}),
+_MODES = ", ".join(mode.value for mode in NsightProfType)
+OPTION_TEXTS = {
+    "run": {
+        "language": f"{' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE}, or the only one)",
+        "device": "auto, cuda or cpu; cpu: the kernel's own code, interpreted (default: auto)",
+        "target": f"only compile and predict, for these GPU codes (default: {','.join(TARGETS)})",
+        "check": "compare with the fp32 reference; the exit code tells",
+        "no_autotune": "use the tiling as given or by default; needed on a GPU to set one",
+        "retune": "search tilings again although a result is cached",
+        "tune_max_iters": "time at most N tilings per stage (default: all that compile well)",
+        "tune_seconds": "stop the search after so many seconds (default: none)",
+        "refine": "choose between neighbours of the model's choice, such as n, by timing",
+    },
+    "profiling": {
+        "prof_type": f"{_MODES} (default: the richest one that runs here)",
+        "bench_runs": "timed runs (default: enough for a steady median)",
+        "out_dir": "folder (default: out/profiles/<mode>/<kernel>/<params>/<timestamp>)",
+        "label": "suffix of that folder's name (default: none)",
+    },
 }
-"""Run options: name -> (group, help, argparse settings)."""
+"""Help of the run options, by group."""
+RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("check", "no_autotune", "retune", "refine"), _FLAG),
+    "language": {"metavar": "NAME"},
+    "device": {"metavar": "NAME"},
+    "tune_max_iters": {"type": ValueType(int), "metavar": "N"},
+    "bench_runs": {"type": ValueType(int), "metavar": "N"},
+    "target": {"metavar": "SM,SM,..."},
+    "tune_seconds": {"type": ValueType(float), "metavar": "SECONDS"},
+    "prof_type": {"metavar": "MODE"},
+    "out_dir": {"type": Path, "metavar": "FOLDER"},
+    "label": {"metavar": "TEXT"},
+}
+"""Their argparse settings."""
 
 
 @dataclass
 class Request:
-    """What a command line asks for.
+    """What a command line asks for; a mode of None is to be chosen.
 
-    Attributes:
-        plan: the plan with the given fields.
-        mode: the profiling mode that was asked for, None to choose.
-        given: names of the options that were given.
-        tiling_given: the tiling options among them.
-        tilings_chosen: fields of the plan whose tilings they set.
+    `given` are the options that were given, `tiling_given` the tiling options among them, and
+    `tilings_chosen` the fields of the plan whose tilings they set.
     """
 
     plan: KernelPlan
@@ -123,14 +90,10 @@ class Request:
 
 
 class PlanParser(Parser):
-    """The command line of a plan, its options in groups.
+    """The command line of a plan, whose values are the defaults, its options in groups.
 
     A tiling field is an option by its own name; where several tilings have the name, by
-    `--<tiling>.<name>`.
-
-    Attributes:
-        plan: the plan whose values are the defaults.
-        flags: option without dashes -> (tiling field of the plan or "", field).
+    `--<tiling>.<name>`. `flags` maps options to (tiling field of the plan or "", field).
     """
 
     def __init__(self, plan: KernelPlan, prog: str, description: str = "") -> None:
@@ -149,24 +112,28 @@ class PlanParser(Parser):
                 raise _unreadable(plan, name)
             else:
                 self._add_field(problem, name, plan, kind, "", name)
-        if set(MODEL_SIZES) - {"v"} <= set(self.flags):
+        if set(arguments.MODEL_SIZES) - {"v"} <= set(self.flags):
             problem.add_model()
         for owner, tiling in tilings.items():
             others = [_field_types(each) for key, each in tilings.items() if key != owner]
             self._add_tiling(owner, tiling, {name for each in others for name in each})
-        groups = {title: self.add_argument_group(title) for title in ("run", "profiling")}
-        for name, (title, text, settings) in RUN_OPTIONS.items():
-            groups[title].add_argument(
-                f"--{name}", dest=name, default=argparse.SUPPRESS, help=_escaped(text), **settings
-            )
+        for title, texts in OPTION_TEXTS.items():
+            self.add_run_options(self.add_argument_group(title), texts)
+
+    @staticmethod
+    def add_run_options(group: Any, names: Iterable[str]) -> None:
+        """Add those run options to a group."""
+        texts = {name: text for part in OPTION_TEXTS.values() for name, text in part.items()}
+        for name in names:
+            settings = {"help": _escaped(texts[name]), "default": argparse.SUPPRESS}
+            group.add_argument(f"--{name}", **settings, **RUN_OPTIONS[name])
 
     def _add_tiling(self, owner: str, tiling: Tiling, shared: set[str]) -> None:
         """Add the fields of one tiling; `shared` are the names that other tilings have too."""
         title = "tiling" if owner == "tiling" else f"tiling: {owner}"
         meaning = (inspect.getdoc(type(tiling)) or type(tiling).__name__).split("\n\n")[0]
-        group = self.add_argument_group(
-            title, f"{_escaped(meaning)} On a GPU only together with --no_autotune."
-        )
+        meaning = f"{_escaped(meaning)} On a GPU only together with --no_autotune."
+        group = self.add_argument_group(title, meaning)
         for name, kind in _field_types(tiling).items():
             if kind is None:
                 raise _unreadable(tiling, name)
@@ -196,10 +163,8 @@ class PlanParser(Parser):
             return
         group.add_argument(f"--{flag}", nargs="?", const=True, **settings)
         before, dot, last = flag.rpartition(".")
-        same = f"the same as --{flag}=false"
-        group.add_argument(
-            f"--{before}{dot}no_{last}", action="store_const", const=False, help=same, **common
-        )
+        off = {"const": False, "help": f"the same as --{flag}=false", **common}
+        group.add_argument(f"--{before}{dot}no_{last}", action="store_const", **off)
 
     def request(self, values: dict[str, Any]) -> Request:
         """Apply parsed options to the plan; the plan itself rejects what it cannot compute."""
@@ -212,7 +177,7 @@ class PlanParser(Parser):
                 (tilings.setdefault(tiling, {}) if tiling else changes)[name] = values[flag]
         if "lengths" in changes:
             sizes = {key: changes.get(key, getattr(plan, key, 0)) for key in ("b", "t")}
-            changes["lengths"] = read_lengths(changes["lengths"], **sizes)
+            changes["lengths"] = arguments.read_lengths(changes["lengths"], **sizes)
         for tiling, replaced in tilings.items():
             changes[tiling] = dataclasses.replace(getattr(plan, tiling), **replaced)
         if changes:
@@ -229,7 +194,7 @@ class PlanParser(Parser):
 
 def _of_model(plan: KernelPlan, values: dict[str, Any]) -> dict[str, int]:
     """The sizes that `--model` or `--config` gives a plan."""
-    sizes = read_model(values)
+    sizes = arguments.read_model(values)
     if not sizes or hasattr(plan, "v"):
         return sizes
     if (v := sizes.pop("v")) != sizes["d"] and getattr(plan, "needs_v", True):
@@ -262,23 +227,19 @@ def _escaped(text: str) -> str:
 
 
 def _run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
-    names = ("device", "retune", "tune_max_iters", "tune_seconds", "refine", "check", "bench_runs")
-    run = RunOptions(
-        autotune=not values.get("no_autotune", False),
-        targets=tuple(code for code in plan_targets(plan) if code in TARGETS),
-        **{name: values[name] for name in (*names, "out_dir", "label") if name in values},
-    )
+    others = {"language", "target", "no_autotune", "prof_type"}
+    known = plan_targets(plan)
+    codes = [code for code in known if code in TARGETS]
     if "target" in values:
-        run.targets = _read_targets(values["target"], plan_targets(plan))
-    return run
-
-
-def _read_targets(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """A comma list of GPU codes."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise UnknownNameError("target", name, known)
-    if not names:
-        raise UsageError(f"--target: expected GPU codes such as {known[0]}, got {text!r}")
-    return tuple(dict.fromkeys(names))
+        codes = [code.strip() for code in values["target"].split(",") if code.strip()]
+        for code in codes:
+            if code not in known:
+                raise UnknownNameError("target", code, known)
+        if not codes:
+            got = repr(values["target"])
+            raise UsageError(f"--target: expected GPU codes such as {known[0]}, got {got}")
+    return RunOptions(
+        autotune=not values.get("no_autotune", False),
+        targets=tuple(dict.fromkeys(codes)),
+        **{name: values[name] for name in set(RUN_OPTIONS) - others if name in values},
+    )

@@ -3,8 +3,10 @@
 The table is `devices.json` beside this module. The environment variable HYPER_MLA_DEVICES may name
 another file of the same form, whose entries are added; an entry of the same name replaces the
 shipped one, and `DeviceSpec.origin` says where a device came from. Such an entry may be flat, keys
-with plain numbers; what it leaves out is then taken from the shipped entry. A value that is
-neither published nor measured is left out: a missing key is an error where it is needed.
+with plain numbers; what it leaves out is then taken from the shipped entry. An entry that is `like`
+another has its facts of the compute capability; float16 has the rates of bfloat16 where no others
+are given. A value that is neither published nor measured is left out: a missing key is an error
+where it is needed.
 
 Rates come in three kinds. Peak rates are the vendor's. Burst rates were measured over milliseconds
 on a cool card. Steady rates were measured over a second or more, at the power limit.
@@ -13,18 +15,17 @@ on a cool card. Steady rates were measured over a second or more, at the power l
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from mla_var3.conf import read_json, shipped
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 
 ENVIRONMENT_VARIABLE: Final = "HYPER_MLA_DEVICES"
@@ -65,23 +66,19 @@ _INTEGERS: Final = (
     "shared_memory_per_block_KiB", "registers_per_sm",
 )  # fmt: skip
 _FIELDS: Final = ("value", "unit", "kind", "source", "date")
+_OF_CAPABILITY: Final = (
+    "compute_capability", "targets", "shared_memory_per_sm_KiB", "shared_memory_per_block_KiB",
+    "registers_per_sm",
+)  # fmt: skip
 REQUIRED_KEYS: Final = (
-    "peak_bfloat16_float32_tflops", "peak_float16_float32_tflops", "peak_dram_bw_GBps", "sm_count",
-    "shared_memory_per_block_KiB", "compute_capability", "targets",
+    "peak_bfloat16_float32_tflops", "peak_dram_bw_GBps", "sm_count", "shared_memory_per_block_KiB",
+    "compute_capability", "targets",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Value:
-    """One recorded value and where it comes from.
-
-    Attributes:
-        value: The number; a string for the compute capability, strings for the targets.
-        unit: Its unit; empty for names.
-        kind: One of `KINDS`.
-        source: Title of the document, or how it was measured.
-        date: Of the source or the measurement: YYYY, YYYY-MM or YYYY-MM-DD.
-    """
+    """One recorded value, of one of `KINDS`, and where it comes from; names have no unit."""
 
     value: float | str | tuple[str, ...]
     unit: str
@@ -92,13 +89,9 @@ class Value:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device of the table; `spec["peak_dram_bw_GBps"]` gives a recorded number.
+    """One device of the table, by its name in nvidia-smi, and the file that it comes from.
 
-    Attributes:
-        name: As nvidia-smi prints it.
-        aliases: Other names that `device_spec` accepts.
-        values: All recorded values with their provenance.
-        origin: The file the entry comes from.
+    `spec["peak_dram_bw_GBps"]` gives a recorded number.
     """
 
     name: str
@@ -107,17 +100,11 @@ class DeviceSpec:
     origin: str
 
     def entry(self, key: str) -> Value:
-        """The recorded value of a key with its provenance.
-
-        Raises:
-            UnknownNameError: The device has no such value.
-        """
-        try:
-            return self.values[key]
-        except KeyError:
-            raise UnknownNameError(
-                f"value of {self.name}", key, self.values, f"Values are recorded in {self.origin}"
-            ) from None
+        """The recorded value of a key with its provenance; UnknownNameError where there is none."""
+        if key not in self.values:
+            hint = f"Values are recorded in {self.origin}"
+            raise UnknownNameError(f"value of {self.name}", key, self.values, hint)
+        return self.values[key]
 
     def __getitem__(self, key: str) -> float:
         """The number recorded for a key."""
@@ -133,10 +120,6 @@ class DeviceSpec:
     def __contains__(self, key: object) -> bool:
         """Whether a value is recorded."""
         return key in self.values
-
-    def __iter__(self) -> Iterator[str]:
-        """The recorded keys."""
-        return iter(self.values)
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -203,17 +186,11 @@ class DeviceSpec:
 
 def devices_path() -> Path:
     """The table that ships with the package."""
-    return Path(str(resources.files(__package__) / "devices.json"))
+    return shipped("devices.json")
 
 
 def load_devices(path: str | Path | None = None) -> dict[str, DeviceSpec]:
-    """Reads and checks the device table.
-
-    Args:
-        path: A table to read instead of the shipped one and HYPER_MLA_DEVICES.
-
-    Returns:
-        The devices by name.
+    """The devices by name: of a given table, or of the shipped one and HYPER_MLA_DEVICES.
 
     Raises:
         InvalidArgumentError: A file cannot be used; names the file, device, key and problem.
@@ -225,11 +202,7 @@ def load_devices(path: str | Path | None = None) -> dict[str, DeviceSpec]:
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """Finds a device by name or alias, whatever the case.
-
-    Raises:
-        UnknownNameError: No entry; the message says how to add one.
-    """
+    """Finds a device by name or alias, whatever the case."""
     if not isinstance(name, str):
         raise InvalidArgumentError("device_name", "the name of a device", repr(name))
     devices = load_devices()
@@ -237,14 +210,12 @@ def device_spec(name: str) -> DeviceSpec:
     for spec in devices.values():
         if wanted in {_normalised(known) for known in (spec.name, *spec.aliases)}:
             return spec
-    raise UnknownNameError(
-        "device",
-        name,
-        devices,
+    hint = (
         f"To add it, write an entry like those of {devices_path()} into a JSON file and point "
         f"{ENVIRONMENT_VARIABLE} at it; required keys: {', '.join(REQUIRED_KEYS)}, "
-        f"each with {', '.join(_FIELDS)}",
+        f"each with {', '.join(_FIELDS)}"
     )
+    raise UnknownNameError("device", name, devices, hint)
 
 
 def _rate_key(prefix: str, dtype: str) -> str:
@@ -270,32 +241,28 @@ def _load(paths: tuple[str, ...]) -> Mapping[str, DeviceSpec]:
         for known in (spec.name, *spec.aliases):
             owner = owners.setdefault(_normalised(known), spec.name)
             if owner != spec.name:
-                raise InvalidArgumentError(
-                    f"{spec.origin}: {spec.name}: aliases",
-                    "names that no other device has",
-                    f"{known!r}, which is also {owner}",
-                )
+                where = f"{spec.origin}: {spec.name}: aliases"
+                got = f"{known!r}, which is also {owner}"
+                raise InvalidArgumentError(where, "names that no other device has", got)
     return MappingProxyType(devices)
 
 
 def _read(path: str, known: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgumentError(path, "a readable device table", error.strerror) from error
-    except ValueError as error:
-        raise InvalidArgumentError(path, "a device table in JSON", error) from error
+    table = read_json(path, "a readable device table")
     if not isinstance(table, dict) or not table:
         raise InvalidArgumentError(path, "an object with one entry per device", _kind_of(table))
-    return {name: _device(path, name, entry, known.get(name)) for name, entry in table.items()}
+    found: dict[str, DeviceSpec] = {}
+    for name, entry in table.items():
+        found[name] = _device(path, name, entry, {**known, **found})
+    return found
 
 
-def _device(path: str, name: str, entry: object, shipped: DeviceSpec | None) -> DeviceSpec:
-    where = f"{path}: {name}"
+def _device(path: str, name: str, entry: object, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
+    where, shipped = f"{path}: {name}", known.get(name)
     if not isinstance(entry, dict):
         raise InvalidArgumentError(where, "an object with one entry per key", _kind_of(entry))
     entry = dict(entry)
-    aliases = entry.pop("aliases", None)
+    aliases, like = entry.pop("aliases", None), entry.pop("like", None)
     if aliases is not None and not (
         isinstance(aliases, list) and all(isinstance(each, str) and each for each in aliases)
     ):
@@ -304,11 +271,17 @@ def _device(path: str, name: str, entry: object, shipped: DeviceSpec | None) -> 
     if shipped is not None and any(value.kind == "given" for value in values.values()):
         values = {**shipped.values, **values}
         aliases = shipped.aliases if aliases is None else aliases
+    if like is not None:
+        if not isinstance(like, str) or like not in known:
+            raise InvalidArgumentError(f"{where}: like", "a device above it", repr(like))
+        shared = known[like].values
+        values = {key: shared[key] for key in _OF_CAPABILITY if key in shared} | values
     missing = [key for key in REQUIRED_KEYS if key not in values]
     if missing:
-        raise InvalidArgumentError(
-            where, "the keys " + ", ".join(REQUIRED_KEYS), "none for " + ", ".join(missing)
-        )
+        expected = "the keys " + ", ".join(REQUIRED_KEYS)
+        raise InvalidArgumentError(where, expected, "none for " + ", ".join(missing))
+    bfloat16, float16 = (_rate_key("peak", dtype) for dtype in ("bfloat16", "float16"))
+    values.setdefault(float16, values[bfloat16])
     return DeviceSpec(name, tuple(aliases or ()), MappingProxyType(values), path)
 
 
@@ -363,19 +336,8 @@ Technical Specifications per Compute Capability."""
 
 
 def shared_memory_limit(target: str) -> int | None:
-    """Shared memory that one CTA may use on every known device of a target, in bytes.
-
-    Args:
-        target: GPU code such as "sm_90".
-
-    Returns:
-        None for an unknown target.
-    """
-    limits = [
-        spec.shared_memory_per_block_bytes
-        for spec in load_devices().values()
-        if spec.target == target
-    ]
-    if not limits and target in _SHARED_KIB:
+    """Bytes of shared memory that one CTA may use on every known device of a target, if known."""
+    known = [spec for spec in load_devices().values() if spec.target == target]
+    if not known and target in _SHARED_KIB:
         return _SHARED_KIB[target] * 1024
-    return min(limits, default=None)
+    return min((spec.shared_memory_per_block_bytes for spec in known), default=None)

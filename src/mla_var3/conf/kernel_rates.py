@@ -3,19 +3,16 @@
 `kernel_rates.json` has the rates of each kernel version on a device, read off the record that the
 entry names: `flash_mla:cute-dsl` in 16 bits, `flash_mla:cute-dsl:fp8` over an 8-bit cache.
 `energy.json` has the energy of the work and the power limit of a device: a kernel that runs without
-a pause takes at least its energy over that limit, because the clock falls until it does. A kernel
-or device without an entry has no fitted rates.
+a pause takes at least its energy over that limit, because the clock falls until it does.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import resources
-from typing import Any
+from functools import cache
 
+from mla_var3.conf import read_json, shipped
 from mla_var3.errors import UnknownNameError
 
 OWN_PROJECTION_QUERIES = 256
@@ -40,20 +37,19 @@ class KernelRates:
             queries, writing the output.
         cut_us: Time that splitting the KV tokens takes to fill all SMs whatever the shape; None for
             a kernel that has as many CTAs as query tiles.
-        error: Relative root mean square error of estimated call times on the rows of `source`.
-        source: The record that shows it.
-        date: Of the record.
+        error: Relative root mean square error of estimated call times on the rows of `source`, the
+            record that shows it.
     """
 
     tflops: float
     gbps: float
-    overlap: float | None
     fixed_us: float
-    tile_us: float
-    cut_us: float | None
     error: float
     source: str
     date: str
+    overlap: float | None = None
+    tile_us: float = 0.0
+    cut_us: float | None = None
 
     def work_us(self, flops: float, moved_bytes: float) -> float:
         """Microseconds of so much work, evenly spread over the SMs."""
@@ -74,9 +70,6 @@ class EnergyRates:
             (docs/results/2026-11-16-nvidia-h200-fp8-latent.md).
         heads_joules_per_tflop: Decompressed attention, likewise, beside the bytes that it reads.
         joules_per_gb: Moving 10**9 bytes from or to device memory.
-        power_limit_w: What the card may draw.
-        source: The record that shows it.
-        date: Of the record.
     """
 
     latent_joules_per_tflop: float
@@ -94,17 +87,12 @@ class EnergyRates:
         moved_bytes: float,
         cache_dtype: str | None = None,
     ) -> float:
-        """Energy of attention with so much work of each kind.
+        """Energy of latent and decompressed attention that move so many bytes.
 
-        Args:
-            latent_flops: Operations of latent attention.
-            heads_flops: Of decompressed attention.
-            moved_bytes: From and to device memory.
-            cache_dtype: Format of an 8-bit latent cache that is multiplied in 8 bits.
+        `cache_dtype` is the format of an 8-bit latent cache that is multiplied in 8 bits.
 
         Raises:
-            UnknownNameError: The energy of that format was not measured; `fp8_joules_per_tflop` has
-                those that were.
+            UnknownNameError: The energy of that format was not measured.
         """
         latent = self.latent_joules_per_tflop
         if cache_dtype is not None:
@@ -125,14 +113,7 @@ class EnergyRates:
 def kernel_rates(
     device: str, kernel: str, language: str, cache_dtype: str | None = None
 ) -> KernelRates | None:
-    """The rates of a kernel version on a device; None where none were recorded.
-
-    Args:
-        device: Name of the device.
-        kernel: Version id.
-        language: Language key.
-        cache_dtype: Format of the 8-bit cache that it reads; None for 16 bits.
-    """
+    """The rates of a kernel version, over a 16-bit or an 8-bit cache; None where not recorded."""
     suffix = "" if cache_dtype is None else f":{cache_dtype}"
     return _kernels().get(device, {}).get(f"{kernel}:{language}{suffix}")
 
@@ -142,20 +123,15 @@ def energy_rates(device: str) -> EnergyRates | None:
     return _energies().get(device)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _kernels() -> dict[str, dict[str, KernelRates]]:
     return {
         device: {kernel: KernelRates(**values) for kernel, values in kernels.items()}
-        for device, kernels in _read("kernel_rates.json").items()
+        for device, kernels in read_json(shipped("kernel_rates.json"), "a table").items()
     }
 
 
-@lru_cache(maxsize=1)
+@cache
 def _energies() -> dict[str, EnergyRates]:
-    return {device: EnergyRates(**values) for device, values in _read("energy.json").items()}
-
-
-def _read(file: str) -> dict[str, Any]:
-    text = (resources.files("mla_var3.conf") / file).read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
+    entries = read_json(shipped("energy.json"), "a table")
+    return {device: EnergyRates(**values) for device, values in entries.items()}

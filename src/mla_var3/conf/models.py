@@ -6,27 +6,19 @@ config.json has the numbers. `read_config` reads such a file of any other model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from mla_var3.conf import read_json, shipped
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 
 
 class Widths(NamedTuple):
-    """Widths of an MLA layer.
-
-    Attributes:
-        k: Latent width.
-        d: Width of a head's queries and keys without the rope part.
-        p: Width of the rope part; 0 without one.
-        v: Width of a head's values.
-    """
+    """Widths of an MLA layer: latent, a head's queries without rope, rope (or 0), values."""
 
     k: int
     d: int
@@ -36,14 +28,9 @@ class Widths(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its attention sees it.
+    """A model as its attention sees it; `aliases` are models with the same attention.
 
-    Attributes:
-        name: Name in the table, or path of the config that was read.
-        widths: Widths of an MLA layer.
-        heads: Heads of the whole model.
-        source: Hugging Face repository, or path of the config.
-        aliases: Other names; models with the same attention.
+    Name and source are those of the table, or both the path of the config that was read.
     """
 
     name: str
@@ -53,20 +40,12 @@ class Model:
     aliases: tuple[str, ...] = ()
 
     def heads_per_rank(self, tp: int = 1) -> int:
-        """Heads that one GPU computes.
-
-        Args:
-            tp: GPUs that share the heads by tensor parallelism.
-
-        Raises:
-            InvalidArgumentError: The heads cannot be shared evenly.
-        """
+        """Heads of one of `tp` GPUs that share them evenly by tensor parallelism."""
         if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
             raise InvalidArgumentError("tp", "a positive integer", repr(tp))
         if self.heads % tp:
-            raise InvalidArgumentError(
-                "tp", f"a divisor of the {self.heads} heads of {self.name}", tp
-            )
+            expected = f"a divisor of the {self.heads} heads of {self.name}"
+            raise InvalidArgumentError("tp", expected, tp)
         return self.heads // tp
 
     def sizes(self, tp: int = 1) -> dict[str, int]:
@@ -86,26 +65,16 @@ WIDTH_KEYS: Final = {
 @lru_cache(maxsize=1)
 def models() -> Mapping[str, Model]:
     """All models of the table by name."""
-    text = (resources.files(__package__) / "models.json").read_text(encoding="utf-8")
-    found = {
-        name: Model(
-            name,
-            Widths(**{width: entry[width] for width in Widths._fields}),
-            entry["heads"],
-            entry["source"],
-            tuple(entry.get("aliases", ())),
-        )
-        for name, entry in json.loads(text).items()
-    }
+    found: dict[str, Model] = {}
+    for name, entry in read_json(shipped("models.json"), "a table").items():
+        widths = Widths(*(entry[width] for width in Widths._fields))
+        aliases = tuple(entry.get("aliases", ()))
+        found[name] = Model(name, widths, entry["heads"], entry["source"], aliases)
     return MappingProxyType(found)
 
 
 def model(name: str) -> Model:
-    """The model of a name or alias, whatever the case.
-
-    Raises:
-        UnknownNameError: There is none; the message lists those that exist.
-    """
+    """The model of a name or alias, whatever the case."""
     if not isinstance(name, str):
         raise InvalidArgumentError("model", "the name of a model", repr(name))
     wanted = name.strip().lower()
@@ -119,21 +88,12 @@ def model(name: str) -> Model:
 def read_config(path: str | Path) -> Model:
     """The model of a Hugging Face config.json.
 
-    A model of text and images may have its text model under `text_config`. A config without
-    `v_head_dim` has values of `hidden_size / num_attention_heads`, as MiniCPM3 has.
+    A config without `v_head_dim` has values of `hidden_size / num_attention_heads`, as MiniCPM3.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or is not that of an MLA model.
     """
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgumentError(str(path), "a readable config.json", error.strerror) from error
-    except ValueError as error:
-        raise InvalidArgumentError(str(path), "a config in JSON", error) from error
-    if not isinstance(config, dict):
-        raise InvalidArgumentError(str(path), "a JSON object", type(config).__name__)
-    config = text_config(config)
+    config = text_config(path, str(path))
     heads = config_number(path, config, ("num_attention_heads",), least=1)
     found: dict[str, int] = {}
     for name, keys in WIDTH_KEYS.items():
@@ -145,8 +105,11 @@ def read_config(path: str | Path) -> Model:
     return Model(str(path), Widths(**found), heads, str(path))
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that describes the text model: `text_config`, or all of it."""
+def text_config(path: str | Path, name: str) -> dict[str, Any]:
+    """What a config.json, called `name` in errors, says of the text model, all or a part of it."""
+    config: Any = read_json(path, "a readable config.json", name)
+    if not isinstance(config, dict):
+        raise InvalidArgumentError(name, "a JSON object", type(config).__name__)
     nested = config.get("text_config")
     if isinstance(nested, dict) and all(config.get(key) is None for key in WIDTH_KEYS["k"]):
         return nested
@@ -156,16 +119,11 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def config_number(
     path: str | Path, config: Mapping[str, Any], keys: tuple[str, ...], least: int
 ) -> int:
-    """The first of the keys that the config has, an integer.
-
-    Raises:
-        InvalidArgumentError: It has none of them, or something else there; names path and key.
-    """
+    """The first of the keys that the config has, an integer; an error names path and key."""
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is None:
-        raise InvalidArgumentError(
-            f"{path}: {keys[0]}", "an integer, as the config of an MLA model has", "nothing"
-        )
+        expected = "an integer, as the config of an MLA model has"
+        raise InvalidArgumentError(f"{path}: {keys[0]}", expected, "nothing")
     value = config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidArgumentError(f"{path}: {key}", f"an integer >= {least}", repr(value))

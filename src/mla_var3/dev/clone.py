@@ -43,12 +43,7 @@ class ClonePlan:
 
 
 def plan_clone(source: str, version: str, language: str = DEFAULT_LANGUAGE) -> ClonePlan:
-    """Work out the clone of a kernel version.
-
-    Args:
-        source: full name of the version to copy, for example "mla_var6_plus_v2".
-        version: the new version, for example "v5".
-        language: language key.
+    """Work out the clone of a kernel version such as "mla_var6_plus_v2" under the number "v5".
 
     Raises:
         UnknownNameError: there is no such source.
@@ -90,11 +85,7 @@ def plan_clone(source: str, version: str, language: str = DEFAULT_LANGUAGE) -> C
 
 
 def write_clone(plan: ClonePlan) -> list[Path]:
-    """Write a clone, all of it or nothing; returns its files.
-
-    Raises:
-        InvalidArgumentError: the target appeared in the meantime.
-    """
+    """Write a clone, all of it or nothing; returns its files."""
     origin = version_folder(plan.source)
     # The dot keeps kernel discovery from seeing an unfinished clone.
     temporary = Path(tempfile.mkdtemp(dir=plan.folder.parent, prefix=f".{plan.folder.name}."))
@@ -130,18 +121,18 @@ def _parse(text: str, path: Path) -> ast.Module:
 def _versioned_names(text: str, path: Path) -> Iterator[str]:
     """Kernel functions, plans, tilings and CuTe host classes of a module."""
     for node in ast.walk(_parse(text, path)):
-        if isinstance(node, ast.FunctionDef) and _is_decorated(node, KERNEL_DECORATORS):
+        if isinstance(node, ast.FunctionDef) and is_decorated(node, KERNEL_DECORATORS):
             yield node.name
         elif isinstance(node, ast.ClassDef):
-            bases = tuple(re.sub(r"\[.*", "", ast.unparse(base)) for base in node.bases)
-            if any(base.endswith(("Plan", "Tiling")) for base in bases) or any(
-                isinstance(each, ast.FunctionDef) and _is_decorated(each, HOST_DECORATORS)
-                for each in node.body
-            ):
+            bases = [re.sub(r"\[.*", "", ast.unparse(base)) for base in node.bases]
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            is_host = any(is_decorated(each, HOST_DECORATORS) for each in methods)
+            if is_host or any(base.endswith(("Plan", "Tiling")) for base in bases):
                 yield node.name
 
 
-def _is_decorated(node: ast.FunctionDef, decorators: set[str]) -> bool:
+def is_decorated(node: ast.FunctionDef, decorators: set[str]) -> bool:
+    """Whether one of its decorators, without their arguments, is among some names."""
     plain = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
     return any(ast.unparse(decorator) in decorators for decorator in plain)
 
@@ -193,9 +184,5 @@ def _with_parent(text: str, parent: str) -> str:
 
 def _excuse_long_imports(text: str) -> str:
     """Mark imports whose dotted path alone is too long: no formatter can wrap them."""
-    return re.sub(
-        r"^(from .* import \()$",
-        lambda m: m[1] if len(m[1]) <= LINE_LENGTH else f"{m[1]}  # noqa: E501",
-        text,
-        flags=re.MULTILINE,
-    )
+    too_long = rf"^(from .{{{LINE_LENGTH - 13},}} import \()$"
+    return re.sub(too_long, r"\1  # noqa: E501", text, flags=re.MULTILINE)

@@ -9,11 +9,12 @@ long contexts need little memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,39 +54,33 @@ Result = tuple[torch.Tensor, torch.Tensor]
 HOPPER = (9, 0)
 
 
-def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)
-
-
-def _heavy(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    squares = sum(_normal(shape, generator).square() for _ in range(_DEGREES))
-    return _normal(shape, generator) / torch.as_tensor(squares / _DEGREES).sqrt()
-
-
-def _hot(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    rows = _normal(shape, generator)
-    rows[:, 7] *= _HOT
-    return rows
-
-
-MADE: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tensor]] = {
-    "normal": _normal,
-    "heavy-tailed": _heavy,
-    "hot channel": _hot,
-}
+MADE = ("normal", "heavy-tailed", "hot channel")
 """Distributions of made latent rows; rope keys are normal."""
+
+
+def _made(name: str, generator: torch.Generator) -> torch.Tensor:
+    """A tile of latent rows of a distribution."""
+
+    def normal() -> torch.Tensor:
+        return torch.randn((_TILE, K), generator=generator)
+
+    if name == "heavy-tailed":
+        squares = sum(normal().square() for _ in range(_DEGREES))
+        return normal() / torch.as_tensor(squares / _DEGREES).sqrt()
+    rows = normal()
+    if name == "hot channel":
+        rows[:, 7] *= _HOT
+    return rows
 
 
 @dataclass(frozen=True)
 class Latents:
-    """Tokens to round.
+    """Tokens to round, float32 or wider; made ones, without tensors, come tile by tile.
 
     Attributes:
-        name: Where they come from.
-        latent: `[t, k]`, float32 or wider; None for made ones, which come tile by tile.
-        rope: `[t, p]`, likewise.
-        queries: `[rows, k+p]`, latent queries with the scale of the logits in them; None for made
-            ones.
+        latent: `[t, k]`.
+        rope: `[t, p]`.
+        queries: `[rows, k+p]`, latent queries with the scale of the logits in them.
     """
 
     name: str
@@ -108,8 +103,8 @@ class Latents:
                 latent, rope = self.latent[start:stop], self.rope[start:stop]
             else:
                 generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-                latent = MADE[self.name]((_TILE, K), generator)
-                rope = _normal((_TILE, P), generator)
+                latent = _made(self.name, generator)
+                rope = torch.randn((_TILE, P), generator=generator)
             borders = sorted({start, stop, *(t for t in lengths if start < t < stop)})
             for first, last in pairwise(borders):
                 own = slice(first - start, last - start)
@@ -134,12 +129,7 @@ class FormatError:
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One case.
-
-    Attributes:
-        attention: "flat", "peaky" or "captured".
-        errors: By cache, see `CACHES`.
-    """
+    """The errors of one case by cache; attention is "flat", "peaky" or "captured"."""
 
     latents: str
     attention: str
@@ -152,34 +142,29 @@ def read_latents(path: Path) -> Latents:
 
     It holds a dict: `latent [t, k]`, `rope [t, p]` and, optionally, `queries [rows, k+p]` with the
     scale of the logits in them.
-
-    Raises:
-        InvalidArgumentError: It holds something else.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:  # pickle, zip and torch raise errors of their own
-        raise InvalidArgumentError(
-            "latents", "a file of torch.save", f"{path} ({type(error).__name__})"
-        ) from error
+        got = f"{path} ({type(error).__name__})"
+        raise InvalidArgumentError("latents", "a file of torch.save", got) from error
     if not isinstance(found, dict) or not {"latent", "rope"} <= set(found):
         raise InvalidArgumentError("latents", "a dict with latent [t, k] and rope [t, p]", path)
     parts = {name: found.get(name) for name in ("latent", "rope", "queries")}
     for name, part in parts.items():
         if part is not None and not (isinstance(part, torch.Tensor) and part.dim() == 2):
             raise InvalidArgumentError(name, "a matrix", type(part).__name__)
-    latent, rope, queries = parts["latent"], parts["rope"], parts["queries"]
+        if part is not None and not bool(part.isfinite().all()):
+            raise InvalidArgumentError(name, "finite numbers", "NaN or infinity")
+    latent, rope, queries = parts.values()
     if latent is None or rope is None or latent.shape[0] != rope.shape[0] or not len(latent):
         raise InvalidArgumentError("rope", "as many tokens as latent, at least one", path)
     width = latent.shape[1] + rope.shape[1]
     if queries is not None and (queries.shape[1] != width or not len(queries)):
         expected = f"[rows, {width}], at least one row"
         raise InvalidArgumentError("queries", expected, list(queries.shape))
-    for name, part in parts.items():
-        if part is not None and not bool(part.isfinite().all()):
-            raise InvalidArgumentError(name, "finite numbers", "NaN or infinity")
     return Latents(path.stem, latent, rope, queries)
 
 
@@ -204,14 +189,10 @@ def measure(
     All lengths, numbers of tokens, are measured in one pass. `scale` is that of the format with one
     scale for the cache. A kernel is measured on the 8-bit caches that it reads.
     """
+    most, caches = max(lengths), _caches(latents)
+    queries = {name: _queries(latents, logits, most, seed) for name, logits in LOGITS.items()}
     if latents.queries is not None:
         queries = {CAPTURED: latents.queries.double()}
-    else:
-        queries = {
-            name: _queries(latents, deviation, max(lengths), seed)
-            for name, deviation in LOGITS.items()
-        }
-    caches = _caches(latents)
     attended = {
         (attention, cache): _Attention(rows)
         for attention, rows in queries.items()
@@ -248,10 +229,7 @@ def cases(given: Latents | None, quick: bool) -> list[tuple[Latents, tuple[int, 
 
 
 def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
-    """Draw the error over the context, one small plot per latents and attention.
-
-    `path` has no suffix; returns the files written.
-    """
+    """Draw the error over the context, one small plot per latents and attention."""
     panels = list(dict.fromkeys((row.latents, row.attention) for row in rows))
     columns = len({attention for _, attention in panels})
     lines = math.ceil(len(panels) / columns)
@@ -275,10 +253,9 @@ def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
 
 
 class _Attention:
-    """Softmax attention over tiles of tokens, in float64."""
+    """Softmax attention of queries `[rows, k+p]` over tiles of tokens, in float64."""
 
     def __init__(self, queries: torch.Tensor) -> None:
-        """Attend with queries `[rows, k+p]`."""
         self._q = queries
         self._peak = queries.new_full((queries.shape[0],), -math.inf)
         self._total = torch.zeros_like(self._peak)
@@ -304,23 +281,21 @@ def _attend_by_kernel(cache: LatentCache, queries: torch.Tensor, kernel: str) ->
     """The result of a kernel on a cache of one request, with queries `[rows, k+p]` of one head."""
     k, device = cache.c_kv.shape[-1], cache.buffer.device
     q = queries.to(device, torch.bfloat16)[None, None]
-    output, lse = mla_latent_attention(
-        q[..., :k].contiguous(), q[..., k:].contiguous(), cache, scale=1.0, causal=False,
-        kernel=kernel,
-    )  # fmt: skip
+    parts = q[..., :k].contiguous(), q[..., k:].contiguous()
+    output, lse = mla_latent_attention(*parts, cache, scale=1.0, causal=False, kernel=kernel)
     return output[0, 0].double().cpu(), lse[0, 0].double().cpu()
 
 
 def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> dict[str, LatentCache]:
     """Empty caches of the formats that the kernel reads; none for other widths than its own."""
-    k, p = latents.widths
-    return {
-        name: LatentCache.allocate(
-            1, t, k=k, p=p, dtype=name, device=device,
-            scale=scale if name == PER_TENSOR.name else 1.0,
-        )
-        for name in (FP8_FORMATS if (k, p) == (LATENT, ROPE) else ())
-    }  # fmt: skip
+    if latents.widths != (LATENT, ROPE):
+        return {}
+    found = {}
+    for name in FP8_FORMATS:
+        own: dict[str, Any] = {"scale": scale if name == PER_TENSOR.name else 1.0}
+        own |= {"dtype": name, "device": device}
+        found[name] = LatentCache.allocate(1, t, k=LATENT, p=ROPE, **own)
+    return found
 
 
 def _error(exact: Result, found: Result) -> FormatError:

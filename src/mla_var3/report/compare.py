@@ -5,15 +5,15 @@ A run is read from the record of a profile, or made from a profile's result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.bench.plots import bar_plot
+from mla_var3.conf import read_json
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import bar_plot
 from mla_var3.runtime.markdown import microseconds, number, quantity, table, write_json
 from mla_var3.runtime.paths import make_folder, split_full_name, write_atomic
 from mla_var3.runtime.profiling import ProfileResult, StageFigures
@@ -28,14 +28,10 @@ PROBLEM_KEYS = (*MlaProblem.__dataclass_fields__, "sliding_window")
 
 @dataclass(frozen=True)
 class Run:
-    """One side of a comparison.
+    """One side of a comparison, with the stages in launch order.
 
-    Attributes:
-        label: heading of its column.
-        kernel, language, mode, device: from its record; the device is None for a prediction of no
-            device.
-        stages: by stage name, in launch order.
-        clocks: whether the clocks were locked; None where the record does not say.
+    The device is None for a prediction of no device; `clocks` says whether they were locked, None
+    where the record does not say.
     """
 
     label: str
@@ -64,22 +60,17 @@ class Run:
 
 
 def load_run(path: Path) -> Run:
-    """Read a profile output folder, or its record itself.
-
-    Raises:
-        InvalidArgumentError: there is no record, or not one that can be compared.
-    """
+    """Read a profile output folder, or its record itself."""
     file = path / RECORD if path.is_dir() else path
     if not file.is_file():
         below = sorted(path.rglob(RECORD)) if path.is_dir() else []
         hint = f"; there are {len(below)} below it, the last is {below[-1].parent}" if below else ""
-        raise InvalidArgumentError(
-            str(path), f"a profile output folder with {RECORD}", f"none{hint}"
-        )
+        expected = f"a profile output folder with {RECORD}"
+        raise InvalidArgumentError(str(path), expected, f"none{hint}")
+    record = read_json(file, "the record of a profile")
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
         return run_of_record(record, file.parent)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgumentError(str(file), "the record of a profile", repr(error)) from error
 
 
@@ -107,26 +98,19 @@ def run_of_record(record: Mapping[str, Any], folder: Path | None = None) -> Run:
 
 def run_of_result(result: ProfileResult) -> Run:
     """A run from the result of a profile."""
-    record = {
-        **result.record,
-        "total": vars(result.total),
-        "stages": [vars(stage) for stage in result.stages],
-    }
-    return run_of_record(record, result.out_dir)
+    stages = {"total": vars(result.total), "stages": [vars(stage) for stage in result.stages]}
+    return run_of_record({**result.record, **stages}, result.out_dir)
 
 
 def _figures(data: Mapping[str, Any]) -> StageFigures:
     """The figures of a record's stage, extras reduced to the plain numbers among them."""
     extra = data.get("extra") or {}
-    return StageFigures(
-        name=str(data.get("name", TOTAL)),
-        time_us=_number(data.get("time_us")),
-        spread_us=None,
-        flops=_number(data.get("flops")) or 0.0,
-        bytes=_number(data.get("bytes")) or 0.0,
-        predicted_us=_number(data.get("predicted_us")),
-        extra={k: x for k, value in extra.items() if (x := _number(value)) is not None},
+    time_us, flops, moved, predicted_us = (
+        _number(data.get(name)) for name in ("time_us", "flops", "bytes", "predicted_us")
     )
+    numbers = {k: x for k, value in extra.items() if (x := _number(value)) is not None}
+    name = str(data.get("name", TOTAL))
+    return StageFigures(name, time_us, None, flops or 0.0, moved or 0.0, predicted_us, numbers)
 
 
 def _number(value: Any) -> float | None:
@@ -180,14 +164,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """One metric of all runs.
-
-    Attributes:
-        where: stage name, or "total".
-        metric: name with unit.
-        values: one per run, None where it is missing.
-        texts: the same for people.
-    """
+    """One metric of a stage, or of the total: a value per run, and the same for people."""
 
     where: str
     metric: str
@@ -212,13 +189,9 @@ _METRICS: tuple[tuple[str, _Read, Callable[[float | None], str]], ...] = (
 
 @dataclass
 class Comparison:
-    """Runs against the first of them.
+    """Runs against the first of them, with unique labels; rows of the total, then of each stage.
 
-    Attributes:
-        runs: the baseline first; labels are unique.
-        rows: total first, then stage by stage.
-        forced: differences that the user chose to ignore.
-        remarks: what a reader must know.
+    `forced` are differences that the user chose to ignore.
     """
 
     runs: list[Run]
@@ -264,15 +237,7 @@ def change_text(metric: str, percent: float | None) -> str:
 
 
 def compare(runs: Sequence[Run], *, force: bool = False) -> Comparison:
-    """Compare runs with the first.
-
-    Raises:
-        InvalidArgumentError: fewer than two runs.
-        UnsupportedError: they computed different things or ran on different devices; the message
-            names what differs.
-    """
-    if len(runs) < 2:
-        raise InvalidArgumentError("runs", "at least two to compare", len(runs))
+    """Compare runs with the first; UnsupportedError names what differs where they may not be."""
     named = _unique_labels(runs)
     against = differences(named)
     if against and not force:
@@ -304,9 +269,9 @@ def _rows(where: str, figures: Sequence[StageFigures | None]) -> list[Row]:
 
 def _unique_labels(runs: Sequence[Run]) -> list[Run]:
     """Runs with unique labels: equal ones get language, mode or number, the first that helps."""
-    languages, modes = [run.language for run in runs], [run.mode for run in runs]
     labels = [run.label for run in runs]
-    for words in (languages, modes, [f"#{i + 1}" for i in range(len(runs))]):
+    numbers = [f"#{i + 1}" for i in range(len(runs))]
+    for words in ([run.language for run in runs], [run.mode for run in runs], numbers):
         longer = [
             f"{label} {word}" if labels.count(label) > 1 else label
             for label, word in zip(labels, words, strict=True)
@@ -319,24 +284,15 @@ def comparison_markdown(result: Comparison) -> str:
     """The comparison as markdown."""
     baseline = result.runs[0]
     problem = " ".join(f"{k}={v}" for k, v in baseline.problem.items() if v is not None)
+    rows = []
+    for run in result.runs:
+        choices = " ".join(f"{k}={v}" for k, v in run.choices.items() if v is not None) or None
+        folder = None if run.folder is None else f"`{run.folder}`"
+        rows.append((run.label, run.kernel, run.mode, run.device, choices, folder))
     parts = [
         f"# {' against '.join(run.label for run in result.runs)}\n",
-        "### Configuration\n",
-        f"{problem} on {baseline.device or 'no device'}\n",
-        table(
-            ("Run", "Kernel", "Mode", "Device", "Choices", "Record"),
-            [
-                (
-                    run.label,
-                    run.kernel,
-                    run.mode,
-                    run.device,
-                    " ".join(f"{k}={v}" for k, v in run.choices.items() if v is not None) or None,
-                    None if run.folder is None else f"`{run.folder}`",
-                )
-                for run in result.runs
-            ],
-        ),
+        f"### Configuration\n\n{problem} on {baseline.device or 'no device'}\n",
+        table(("Run", "Kernel", "Mode", "Device", "Choices", "Record"), rows),
         f"### vs Baseline ({baseline.label})\n",
         table(result.headers(), result.cells()),
     ]
@@ -347,29 +303,19 @@ def comparison_markdown(result: Comparison) -> str:
 def comparison_data(result: Comparison) -> dict[str, Any]:
     """The comparison, JSON-ready."""
     labels = [run.label for run in result.runs]
-    return {
-        "baseline": labels[0],
-        "runs": [
-            {
-                **{name: getattr(run, name) for name in ("label", "kernel", "mode", "device")},
-                "params": dict(run.params),
-                "clocks_locked": run.clocks,
-                "folder": None if run.folder is None else str(run.folder),
-            }
-            for run in result.runs
-        ],
-        "metrics": [
-            {
-                "stage": row.where,
-                "metric": row.metric,
-                "values": dict(zip(labels, row.values, strict=True)),
-                "change_percent": {labels[i]: row.change(i) for i in range(1, len(labels))},
-            }
-            for row in result.rows
-        ],
-        "forced": result.forced,
-        "remarks": result.remarks,
-    }
+    runs, metrics = [], []
+    for run in result.runs:
+        same = {name: getattr(run, name) for name in ("label", "kernel", "mode", "device")}
+        folder = None if run.folder is None else str(run.folder)
+        more = {"params": dict(run.params), "clocks_locked": run.clocks, "folder": folder}
+        runs.append({**same, **more})
+    for row in result.rows:
+        values = dict(zip(labels, row.values, strict=True))
+        changes = {label: row.change(index) for index, label in enumerate(labels) if index}
+        what = {"stage": row.where, "metric": row.metric}
+        metrics.append({**what, "values": values, "change_percent": changes})
+    found = {"baseline": labels[0], "runs": runs, "metrics": metrics}
+    return {**found, "forced": result.forced, "remarks": result.remarks}
 
 
 def comparison_plot(result: Comparison, path: Path) -> list[Path]:
@@ -385,12 +331,8 @@ def comparison_plot(result: Comparison, path: Path) -> list[Path]:
     if not groups:
         return []
     kernels = ", ".join(dict.fromkeys(run.kernel for run in result.runs))
-    return bar_plot(
-        groups,
-        path,
-        title=f"{kernels} on {result.runs[0].device or 'no device'}",
-        y_label=f"{metric}, µs",
-    )
+    title = f"{kernels} on {result.runs[0].device or 'no device'}"
+    return bar_plot(groups, path, title=title, y_label=f"{metric}, µs")
 
 
 def write_comparison(result: Comparison, folder: Path, json_file: Path | None = None) -> Path:

@@ -14,20 +14,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.bench import page, session
 from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import group_rows, method, troubles
-from mla_var3.bench.plots import draw_plots
+from mla_var3.bench.plots import draw_plots, line_plot
 from mla_var3.bench.record import PROJECTION, BenchRecord
 from mla_var3.bench.suites import DESIGN, EIGHT_BIT_PEERS, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import line_plot
 from mla_var3.report.sweep import DeviceSweep, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
@@ -37,9 +36,6 @@ from mla_var3.runtime.paths import TARGETS, output_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
 from mla_var3.runtime.workflow import Progress, RunOptions, no_progress, pick_device, prepare
-
-if TYPE_CHECKING:
-    from mla_var3.attention.select.choice import Explanation
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +62,7 @@ class OverviewOptions:
     Attributes:
         quick: on a GPU one short round with default tilings; on the CPU a smaller problem and one
             compile target.
-        out_dir: folder of the report; `out/overview/<timestamp>` by default.
         tune_seconds: time to search tilings on a GPU, for all kernels together.
-        peer_libs: folder with the peers' operator libraries; None where they are installed.
         sizes: b, s, t, h where they differ from `SIZES`; widths where they are not the default.
         on_lost: called with the record when a kernel destroyed the CUDA context or does not
             return; in the second case it must end the process.
@@ -92,14 +86,9 @@ class OverviewOptions:
 
 @dataclass
 class Step:
-    """One step of the job and its outcome.
+    """One step of the job and its outcome, "ok" or "failed" for a reason.
 
-    Attributes:
-        name: id in the JSON report.
-        status: "ok" or "failed"; then `reason` says why.
-        summary: one line for the screen.
-        text: markdown for the report.
-        data: the figures, JSON-ready.
+    The summary is one line for the screen, the text markdown, the data JSON-ready.
     """
 
     name: str
@@ -122,7 +111,6 @@ class OverviewResult:
     plots: list[Path] = field(default_factory=list)
     compiled: list[CompileReport] = field(default_factory=list)
     sweeps: list[DeviceSweep] = field(default_factory=list)
-    choice: Explanation | None = None
     record: BenchRecord | None = None
 
     @property
@@ -183,20 +171,15 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
 def _choose(job: _Job, step: Step) -> None:
     from mla_var3.attention.call import explain
 
-    choice = job.result.choice = explain(**job.sizes)
+    choice = explain(**job.sizes)
     step.summary = str(choice)
-    step.text = f"By the sizes alone: {choice}.\n\n" + table(
-        ("kernel", "language", "call, estimated", "remark"),
-        [
-            (
-                candidate.kernel,
-                candidate.language,
-                microseconds(candidate.measured_us or candidate.predicted_us),
-                candidate.refusal or candidate.missing or candidate.source,
-            )
-            for candidate in choice.candidates
-        ],
-    )
+    rows = []
+    for each in choice.candidates:
+        time_us = microseconds(each.measured_us or each.predicted_us)
+        remark = each.refusal or each.missing or each.source
+        rows.append((each.kernel, each.language, time_us, remark))
+    headers = ("kernel", "language", "call, estimated", "remark")
+    step.text = f"By the sizes alone: {choice}.\n\n{table(headers, rows)}"
     step.data = choice.to_dict()
 
 
@@ -222,9 +205,8 @@ def _measure(job: _Job, step: Step) -> None:
     step.text += "\n" + "".join(f"- {text}\n" for text in method(record))
     plots = [plot for plot in draw_plots(record, job.folder) if plot.files]
     job.result.plots += [file for plot in plots for file in plot.files]
-    step.text += "\n" + "\n".join(
-        f"![{p.title}]({p.files[0].name})\n\n{p.caption}\n" for p in plots
-    )
+    pictures = (f"![{p.title}]({p.files[0].name})\n\n{p.caption}\n" for p in plots)
+    step.text += "\n" + "\n".join(pictures)
     rows = [dict(zip(headers, line, strict=True)) for line in lines]
     step.data = {"record": "record.json", "rows": rows}
     step.summary = ", ".join(f"{row['kernel']} {row['call µs']} µs" for row in rows[:3])
@@ -240,35 +222,34 @@ def measured_table(record: BenchRecord) -> tuple[tuple[str, ...], list[tuple[str
     return page.HEADERS, []
 
 
-def _plan(kernel: str, **sizes: Any) -> KernelPlan:
-    plan: KernelPlan = paths.plan_class(paths.find_kernel(kernel))(**sizes)
+def _plan(**sizes: Any) -> KernelPlan:
+    plan: KernelPlan = paths.plan_class(paths.find_kernel(KERNEL))(**sizes)
     return plan
 
 
 def _cpu_check(job: _Job, step: Step) -> None:
     sizes = QUICK_CPU_SIZES if job.options.quick else CPU_SIZES
     lengths = (sizes["t"], sizes["t"] // 3 + 1)
-    plan = _plan(KERNEL, **sizes, lengths=lengths, n=sizes["t"] // 3)
+    plan = _plan(**sizes, lengths=lengths, n=sizes["t"] // 3)
     options = RunOptions(device="cpu", check=True, progress=job.options.progress)
     prepared = prepare(plan, options)
-    assert prepared.check is not None
-    shown = " ".join(f"{k}={v}" for k, v in prepared.plan.params().items() if v is not None)
+    check, params = prepared.check, prepared.plan.params()
+    assert check is not None
+    shown = " ".join(f"{k}={v}" for k, v in params.items() if v is not None)
     step.text = (
         "The kernels' own code, run tile by tile on the CPU by the interpreter, against the fp32 "
-        f"reference.\n\nProblem: {shown}\n\n" + figures.check_markdown(prepared.check)
+        f"reference.\n\nProblem: {shown}\n\n" + figures.check_markdown(check)
     )
-    step.data = {"params": prepared.plan.params(), "check": prepared.check.to_dict()}
-    step.summary = figures.check_summary(prepared.check)
-    prepared.check.require()
+    step.data = {"params": params, "check": check.to_dict()}
+    step.summary = figures.check_summary(check)
+    check.require()
 
 
 def _compile(job: _Job, step: Step) -> None:
-    plan = _plan(KERNEL, **job.sizes)
+    plan = _plan(**job.sizes)
+    targets = TARGETS[:1] if job.options.quick else TARGETS
     options = RunOptions(
-        device="auto",
-        targets=TARGETS[:1] if job.options.quick else TARGETS,
-        out_dir=job.folder / "static",
-        progress=job.options.progress,
+        targets=targets, out_dir=job.folder / "static", progress=job.options.progress
     )
     result = profile_plan(plan, NsightProfType.STATIC, options)
     reports = job.result.compiled = figures.compile_reports(result)
@@ -279,9 +260,8 @@ def _compile(job: _Job, step: Step) -> None:
     step.data = {"params": plan.params(), "reports": [report.to_dict() for report in reports]}
     failed = [report for report in reports if report.error]
     spilling = [report for report in reports if not report.error and report.spills]
-    step.summary = (
-        f"{len(reports) - len(failed)} of {len(reports)} compile, {len(spilling)} with spills"
-    )
+    compiled = f"{len(reports) - len(failed)} of {len(reports)} compile"
+    step.summary = f"{compiled}, {len(spilling)} with spills"
     if failed:
         names = ", ".join(f"{report.kernel} for {report.target}" for report in failed)
         raise KernelCompileError(f"{names}: does not compile: {failed[0].error}")
@@ -290,8 +270,7 @@ def _compile(job: _Job, step: Step) -> None:
 def _predict(job: _Job, step: Step) -> None:
     problem = MlaProblem(**job.sizes)
     lengths = sorted({*S_VALUES, problem.s})
-    sweeps = [sweep(problem, spec, lengths) for spec in load_devices().values()]
-    job.result.sweeps = sweeps
+    sweeps = job.result.sweeps = [sweep(problem, spec, lengths) for spec in load_devices().values()]
     # Kernels are ranked only where they were timed.
     shown = next((entry for entry in sweeps if entry.fitted), sweeps[0])
     series = {
@@ -299,14 +278,10 @@ def _predict(job: _Job, step: Step) -> None:
         for kernel, estimates in shown.predictions.items()
     }
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    job.result.plots += line_plot(
-        series,
-        job.folder / "crossover",
-        title=f"{shown.device}, {sizes}",
-        x_label="query tokens per request, s",
-        y_label=f"predicted {shown.heading}, µs",
-        log=True,
-    )
+    labels: dict[str, Any] = {"title": f"{shown.spec.name}, {sizes}"}
+    labels |= {"x_label": "query tokens per request, s"}
+    labels |= {"y_label": f"predicted {shown.heading}, µs"}
+    job.result.plots += line_plot(series, job.folder / "crossover", log=True, **labels)
     step.text = f"{_prediction_markdown(sweeps)}\n![crossover](crossover.png)\n"
     step.data = [entry.to_dict() for entry in sweeps]
     step.summary = f"{len(sweeps)} devices, s from {lengths[0]} to {lengths[-1]}"
@@ -320,19 +295,14 @@ def _prediction_markdown(sweeps: Sequence[DeviceSweep]) -> str:
         f"energies are known. Elsewhere they are {IDEAL}: lower bounds that rank nothing.\n",
     ]
     for entry in sweeps:
-        kernels = list(entry.predictions)
-        rows = [
-            (
-                s,
-                *(microseconds(entry.predictions[name][i].advised_us) for name in kernels),
-                entry.predictions[KERNEL][i].choice.get("n"),
-                *((entry.fastest(i),) if entry.fitted else ()),
-            )
-            for i, s in enumerate(entry.s_values)
-        ]
-        parts.append(f"### {entry.device} ({entry.spec.target}), {entry.heading}\n")
+        rows: list[tuple[object, ...]] = []
+        for i, s in enumerate(entry.s_values):
+            times = [microseconds(values[i].advised_us) for values in entry.predictions.values()]
+            fastest = (entry.fastest(i),) if entry.fitted else ()
+            rows.append((s, *times, entry.predictions[KERNEL][i].choice.get("n"), *fastest))
+        parts.append(f"### {entry.spec.name} ({entry.spec.target}), {entry.heading}\n")
         last = ("fastest",) if entry.fitted else ()
-        parts.append(table(("s", *kernels, f"n of {KERNEL}", *last), rows))
+        parts.append(table(("s", *entry.predictions, f"n of {KERNEL}", *last), rows))
     return "\n".join(parts)
 
 
@@ -372,18 +342,10 @@ def _page(job: _Job) -> str:
 def _write(job: _Job) -> None:
     result = job.result
     write_atomic(result.report, _page(job))
-    names = ("name", "title", "status", "reason", "summary", "data")
-    write_json(
-        job.folder / "report.json",
-        {
-            "kind": "overview",
-            "sizes": job.sizes,
-            "ok": result.ok,
-            "environment": job.environment,
-            "steps": [
-                {**{name: getattr(step, name) for name in names}, "seconds": round(step.seconds, 3)}
-                for step in result.steps
-            ],
-            "plots": [path.name for path in result.plots],
-        },
-    )
+    steps = [{**vars(step), "seconds": round(step.seconds, 3)} for step in result.steps]
+    for step in steps:
+        del step["text"]
+    report = {"kind": "overview", "sizes": job.sizes, "ok": result.ok}
+    report |= {"environment": job.environment, "steps": steps}
+    report |= {"plots": [path.name for path in result.plots]}
+    write_json(job.folder / "report.json", report)

@@ -14,22 +14,12 @@ from mla_var3.op.mla.problem import MlaProblem
 
 @dataclass(frozen=True)
 class DeviceSweep:
-    """Predicted times of all designs on one device.
-
-    Attributes:
-        problem: The problem; its s is replaced by each of `s_values`.
-        predictions: Design -> one estimate per value of s.
-    """
+    """Predicted times of all designs on one device, an estimate per value of s."""
 
     spec: DeviceSpec
     problem: MlaProblem
     s_values: tuple[int, ...]
     predictions: dict[str, list[Estimate]]
-
-    @property
-    def device(self) -> str:
-        """Name of the device."""
-        return self.spec.name
 
     @property
     def fitted(self) -> bool:
@@ -53,20 +43,13 @@ class DeviceSweep:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {
-            "device": self.device,
-            "target": self.spec.target,
-            "heading": self.heading,
-            "problem": asdict(self.problem),
-            "s": list(self.s_values),
-            "predicted": {
-                kernel: [
-                    {"s": s, **estimate.to_dict()}
-                    for s, estimate in zip(self.s_values, values, strict=True)
-                ]
-                for kernel, values in self.predictions.items()
-            },
+        predicted = {
+            kernel: [{"s": s, **x.to_dict()} for s, x in zip(self.s_values, values, strict=True)]
+            for kernel, values in self.predictions.items()
         }
+        what = {"device": self.spec.name, "target": self.spec.target, "heading": self.heading}
+        sizes = {"problem": asdict(self.problem), "s": list(self.s_values)}
+        return {**what, **sizes, "predicted": predicted}
 
 
 def sweep(problem: MlaProblem, spec: DeviceSpec, s_values: Sequence[int]) -> DeviceSweep:

@@ -11,18 +11,7 @@ from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import session as bench_session
 from mla_var3.bench.contenders import Contender, Ready, TuneBudget
-from mla_var3.bench.record import (
-    CALL,
-    LATENT,
-    MEASURED,
-    OURS,
-    OUTPUT_PROJECTION,
-    PEER,
-    PROJECTION,
-    QUERY_PROJECTION,
-    BenchRecord,
-    BenchRow,
-)
+from mla_var3.bench.record import CALL, LATENT, OURS, PEER, PROJECTION, BenchRecord, BenchRow
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import CheckFailedError
 from mla_var3.op.cost import Cost
@@ -50,26 +39,14 @@ def row(
     **changes: Any,
 ) -> BenchRow:
     """A measured row at b=32 h=128; the FLOPs and bytes are those of about 600 TFLOP/s."""
-    ours = source == OURS
     values: dict[str, Any] = {
-        "problem": MlaProblem(b=32, s=s, t=t, h=128),
-        "kernel": kernel,
-        "source": source,
-        "kind": MEASURED,
-        "path": LATENT,
-        "language": "cutile-dsl" if ours else "",
-        "time_us": time_us,
-        "spread_us": 5.0,
-        "rounds_us": (1001.0, 999.0, 1000.0),
-        "runs": 60,
-        "timer": "cuda-graph",
-        "flops": 6e11,
-        "bytes": 3e8,
-        "error": 1.9e-3,
-        "projections_us": 40.0,
-        **AROUND,
+        **{"problem": MlaProblem(b=32, s=s, t=t, h=128), "kernel": kernel, "source": source},
+        **{"kind": "measured", "path": LATENT, "timer": "cuda-graph", "runs": 60},
+        **{"time_us": time_us, "spread_us": 5.0, "rounds_us": (1001.0, 999.0, 1000.0)},
+        **{"flops": 6e11, "bytes": 3e8, "error": 1.9e-3, "projections_us": 40.0},
+        "language": "cutile-dsl" if source == OURS else "",
     }
-    return BenchRow(**{**values, **changes})
+    return BenchRow(**{**values, **AROUND, **changes})
 
 
 def peer(kernel: str = "FlashMLA", time_us: float | None = 900.0, **changes: Any) -> BenchRow:
@@ -77,13 +54,8 @@ def peer(kernel: str = "FlashMLA", time_us: float | None = 900.0, **changes: Any
 
 
 def record(*rows: BenchRow, **changes: Any) -> BenchRecord:
-    environment = {
-        "date": AROUND["date"],
-        "command": AROUND["command"],
-        "versions": AROUND["versions"],
-        "gpu": {"name": DEVICE, "driver": "580", "power_limit_w": 700.0},
-        "git": {"commit": "abc", "dirty": True},
-    }
+    gpu = {"name": DEVICE, "driver": "580", "power_limit_w": 700.0}
+    environment = {**AROUND, "gpu": gpu, "git": {"commit": "abc", "dirty": True}}
     return BenchRecord("figures", environment, list(rows), **changes)
 
 
@@ -162,8 +134,8 @@ class FakeGpu:
         found = []
         if case.call:
             note = "flash_mla (cute-dsl, kernel): fastest"
-            found.append(fake("mla_attention", path=CALL, language="", note=note))
-            for name in (QUERY_PROJECTION, OUTPUT_PROJECTION):
+            found = [fake("mla_attention", path=CALL, language="", note=note)]
+            for name in ("query projection", "output projection"):
                 found.append(fake(name, source=PROJECTION, path="", language=""))
         for choice in case.kernels:
             kernel, fields = choice.kernel, dict(choice.fields)

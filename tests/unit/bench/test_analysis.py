@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.bench.analysis import (
-    CALL_TIME,
-    KERNEL_TIME,
-    doubts,
-    find_crossings,
-    row_speedups,
-    shape_groups,
-    speedup_grid,
-    times_over_n,
-    times_over_s,
-)
+from mla_var3.bench import analysis
+from mla_var3.bench.analysis import doubts, shape_groups, speedup_grid, times_over_n, times_over_s
 from mla_var3.bench.plots import Plot, draw_plots, series_colour
 from mla_var3.bench.record import DECOMPRESSED, FAILED, MIX, PREDICTED, PROJECTION, BenchRow
 from tests.unit.bench.bench_support import peer, record, row
@@ -55,24 +46,23 @@ def test_projections_and_failures_do_not_compete():
         peer(time_us=900.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_ours, group.best_rival, group.basis) == (rows[0], rows[3], CALL_TIME)
-    assert row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
+    assert (group.best_ours, group.best_rival) == (rows[0], rows[3])
+    assert group.basis == analysis.CALL_TIME
+    assert analysis.row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
     (group,) = shape_groups([row(), peer(projections_us=None)])
-    assert group.basis == KERNEL_TIME
+    assert group.basis == analysis.KERNEL_TIME
 
 
 def test_an_eight_bit_kernel_is_never_our_best():
     rows = [row(time_us=1000.0), eight_bit(500.0), peer(time_us=900.0)]
     (group,) = shape_groups(rows)
-    assert group.best_ours is rows[0]
-    assert group.best_eight_bit is rows[1]
+    assert (group.best_ours, group.best_eight_bit) == (rows[0], rows[1])
     grid = speedup_grid(rows)
     assert grid is not None and grid.cells == pytest.approx({(16, 4096): 940 / 1040})
     assert any(rows[1].label in text and "1.74x" in text for text in doubts(rows))
     lines = [eight_bit(10.0 * s, s=s) for s in (8, 16, 64, 128)]
     data = times_over_s([*sweep_rows(), *lines])
-    assert data is not None
-    assert "mla_var6_plus_v2 (cute-dsl) 8-bit" in data.series
+    assert data is not None and "mla_var6_plus_v2 (cute-dsl) 8-bit" in data.series
     assert [(c.before, c.after) for c in data.crossings] == [("flash_mla", "flash_attention")]
 
 
@@ -93,29 +83,28 @@ def test_8_bit_caches_meet_8_bit_peers():
 
 
 def test_a_prediction_is_compared_with_the_pure_paths():
-    rows = [
-        row("flash_mla_v2", 800.0, kind=PREDICTED),
-        row("flash_attention", 900.0, kind=PREDICTED),
-        row("mla_var6_plus", 400.0, kind=PREDICTED, projections_us=20.0),
-    ]
-    (group,) = shape_groups(rows)
-    assert (group.best_rival, group.best_ours) == (rows[0], rows[2])
-    assert group.speedup(rows[2]) == pytest.approx(840 / 420)
+    pure = [row(name, 800.0, kind=PREDICTED) for name in ("flash_mla_v2", "flash_attention")]
+    mix = row("mla_var6_plus", 400.0, kind=PREDICTED, projections_us=20.0)
+    (group,) = shape_groups([*pure, mix])
+    assert (group.best_rival, group.best_ours) == (pure[0], mix)
+    assert group.speedup(mix) == pytest.approx(840 / 420)
 
 
-def test_crossings_lie_where_the_lines_meet():
+def test_crossings_lie_where_the_lines_meet_and_windows_are_grouped():
     data = times_over_s(sweep_rows())
-    assert data is not None
-    assert data.title == "b=32 t=4096 h=128"
+    assert data is not None and data.title == "b=32 t=4096 h=128"
     (crossing,) = data.crossings
     assert (crossing.before, crossing.after) == ("flash_mla", "flash_attention")
     assert crossing.s == pytest.approx(32.0)
-    assert times_over_s([row(), peer()]) is None
+    data = times_over_n([*window_rows(), row("mla_var6_plus", 5.0, s=64, choices={"n": 0})])
+    points = [(0, 100.0), (2048, 2148.0)]
+    assert data is not None
+    assert data.series == {f"mla_var6_plus_v3, s={s}": points for s in (16, 32)}
+    assert times_over_s([row(), peer()]) is times_over_n([row()]) is None
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "meet"),
-    [
+def test_only_lines_with_a_time_on_either_side_cross():
+    for a, b, meet in (
         # A tie changes nothing; the lines part after s=4.
         ([(1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0)], [(1, 1.2), (2, 2.0), (4, 4.0), (8, 4.0)], 4),
         ([(1, 1.0), (2, 2.0)], [(4, 1.0), (8, 1.0)], None),  # one ends before the other starts
@@ -123,22 +112,10 @@ def test_crossings_lie_where_the_lines_meet():
         ([(1, 5.0), (2, 5.0), (4, 5.0)], [(2, 1.0), (4, 1.0)], None),  # a faster one starts
         ([(1, 1.0), (4, 4.0)], [(1, 2.0), (2, 2.0), (4, 2.0)], 2),  # a gap hides no crossing
         ([(1, 1.0), (4, 2.0)], [(1, 2.0), (2, 3.0), (4, 4.0)], None),
-    ],
-)  # fmt: skip
-def test_only_lines_with_a_time_on_either_side_cross(a, b, meet):
-    found = find_crossings({"b": b, "a": a})
-    assert [(c.before, c.after) for c in found] == ([] if meet is None else [("a", "b")])
-    assert meet is None or found[0].s == pytest.approx(meet)
-
-
-def test_windows_are_grouped_by_kernel_and_length():
-    data = times_over_n([*window_rows(), row("mla_var6_plus", 5.0, s=64, choices={"n": 0})])
-    assert data is not None
-    assert data.series == {
-        "mla_var6_plus_v3, s=16": [(0, 100.0), (2048, 2148.0)],
-        "mla_var6_plus_v3, s=32": [(0, 100.0), (2048, 2148.0)],
-    }
-    assert times_over_n([row()]) is None
+    ):  # fmt: skip
+        found = analysis.find_crossings({"b": b, "a": a})
+        assert [(c.before, c.after) for c in found] == ([] if meet is None else [("a", "b")])
+        assert meet is None or found[0].s == pytest.approx(meet)
 
 
 def test_the_grid_compares_all_cells_by_the_same_time():
@@ -149,8 +126,8 @@ def test_the_grid_compares_all_cells_by_the_same_time():
     both = [row(s=1, time_us=100.0), peer(s=1, time_us=150.0)]  # call times 140 and 190
     alone = [row(s=2, time_us=100.0, projections_us=None), peer(s=2, time_us=120.0)]
     for rows, basis, cells in (
-        (both, CALL_TIME, {(1, 4096): 190 / 140}),
-        ([*both, *alone], KERNEL_TIME, {(1, 4096): 1.5, (2, 4096): 1.2}),
+        (both, analysis.CALL_TIME, {(1, 4096): 190 / 140}),
+        ([*both, *alone], analysis.KERNEL_TIME, {(1, 4096): 1.5, (2, 4096): 1.2}),
     ):
         grid = speedup_grid(rows)
         assert grid is not None and grid.basis == basis
@@ -175,8 +152,7 @@ def test_doubtful_rows_are_named():
 
 def svg(plot: Plot) -> str:
     png, vector = plot.files
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert png.stat().st_size > 5000
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5000
     return vector.read_text()
 
 
@@ -184,31 +160,22 @@ def drawn(folder: Path, *rows: BenchRow) -> dict[str, Plot]:
     return {plot.name: plot for plot in draw_plots(record(*rows), folder)}
 
 
-@pytest.fixture(scope="module")
-def plots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plot]:
-    """Every plot, drawn once."""
+WORDS = {
+    "time_s": ("query tokens per request, s", "call time, µs", "on NVIDIA H200", "s ≈ 32"),
+    "roofline": ("FLOP per byte", "TFLOP/s", "burst rates", "vendor peak", "FlashMLA"),
+    "time_n": ("tokens per request, n", "kernel time, µs", "mla_var6_plus_v3, s=16"),
+    "speedup": ("KV tokens per request, t", "Speed-up over the best peer", "1024", "1.20"),
+    "kernels": ("b=32 s=16 t=4096 h=128", "mla_var6_plus_v2 (cute-dsl) 8-bit n=4096",
+                "(ours in blue, 8-bit hatched)"),
+}  # fmt: skip
+
+
+def test_a_plot_says_what_it_shows(tmp_path):
     rows = [*sweep_rows(), *window_rows(9000.0), eight_bit(300.0, s=16, choices={"n": 4096})]
-    return drawn(tmp_path_factory.mktemp("plots"), *rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("time_s", ("query tokens per request, s", "call time, µs", "on NVIDIA H200", "FlashMLA",
-                    "s ≈ 32")),
-        ("roofline", ("FLOP per byte", "TFLOP/s", "burst rates", "vendor peak", "FlashMLA")),
-        ("time_n", ("decompressed tokens per request, n", "kernel time, µs",
-                    "mla_var6_plus_v3, s=16")),
-        ("speedup", ("KV tokens per request, t", "Speed-up over the best peer", "1024", "1.20")),
-        ("kernels", ("b=32 s=16 t=4096 h=128", "mla_var6_plus_v2 (cute-dsl) 8-bit n=4096",
-                     "(ours in blue, 8-bit hatched)")),
-    ],
-)  # fmt: skip
-def test_a_plot_says_what_it_shows(name, words, plots):
-    text = svg(plots[name])
-    for shown in words:
-        assert shown in text, shown
-    assert "predicted" not in text
+    plots = drawn(tmp_path, *rows)
+    for name, words in WORDS.items():
+        text = svg(plots[name])
+        assert [word for word in words if word not in text] == [] and "predicted" not in text
 
 
 def test_predictions_are_marked_on_every_plot(tmp_path):
@@ -226,8 +193,5 @@ def test_a_plot_that_cannot_be_drawn_says_why(tmp_path):
     unknown = drawn(tmp_path, row(device="NVIDIA Nothing"))
     assert unknown["roofline"].missing == "NVIDIA Nothing is not in the device table"
     assert unknown["kernels"].files
-
-
-def test_colours():
     names = ["flash_mla", "flash_attention", "FlashMLA", "FlashInfer", "flash_mla_v2", "x", "y"]
     assert len({series_colour(name, names) for name in names}) == len(names)

@@ -10,28 +10,21 @@ from mla_var3.bench.record import FAILED, MEASURED, OURS, PREDICTED, BenchRecord
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
 
+COMMAND = "/home/jane/bin/python -m mla_var3.cli.main bench all --s=1,2 --peer_libs /data/libs"
 ROW = BenchRow(
-    MlaProblem(b=1, s=1, t=64, h=8, d=192, v=256),
-    "flash_mla",
-    OURS,
-    MEASURED,
-    time_us=12.5,
-    note="see /scratch/jane/log.txt on lab-7.example.org",
-    device="NVIDIA L40S",
-    command="/home/jane/bin/python -m mla_var3.cli.main bench all --s=1,2 --peer_libs /data/libs",
+    MlaProblem(b=1, s=1, t=64, h=8, d=192, v=256), "flash_mla", OURS, MEASURED, time_us=12.5,
+    note="see /scratch/jane/log.txt on lab-7.example.org", device="NVIDIA L40S", command=COMMAND,
     versions={"torch": "2.9.1"},
-)
+)  # fmt: skip
 
 
 def record(*rows: BenchRow) -> BenchRecord:
     environment = {
-        "date": "2026-11-16T00:00:00+00:00",
-        "command": ROW.command,
+        **{"date": "2026-11-16T00:00:00+00:00", "command": COMMAND, "new_fact": "jane"},
         "versions": {"torch": "2.9.1", "python": "3.12.3"},
         "platform": "Linux-6.8-lab-7",
         "git": {"commit": "0123456", "root": "/home/jane/hyper"},
         "gpu": {"name": "NVIDIA L40S", "uuid": "GPU-12ab", "driver": "580.95"},
-        "new_fact": "jane",
     }
     absent = {"flashmla": "/home/jane/lib.so not found"}
     return BenchRecord("all", environment, list(rows), absent, notes=["from /home/Jane Doe/x"])
@@ -57,8 +50,5 @@ def test_the_command_repeats_the_run():
         "hyper-mla bench sweep --s 1,2 --cache-dtype=fp8 --quick --b 4 --shapes 1"
     )
     assert public_command("python 'bench", "all") == "hyper-mla bench all"
-
-
-def test_predictions_cannot_be_sent():
     with pytest.raises(InvalidArgumentError, match="contribute: expected measured rows"):
         contribution(record(replace(ROW, kind=PREDICTED)))

@@ -7,31 +7,13 @@ from typing import Any
 import pytest
 
 from mla_var3.bench import contenders as bench_contenders
-from mla_var3.bench.contenders import (
-    TuneBudget,
-    call_contender,
-    kernel_contender,
-    make_plan,
-    projection_contender,
-    require_memory,
-    tuning_note,
-)
+from mla_var3.bench import record
+from mla_var3.bench.contenders import TuneBudget, call_contender, make_plan, tuning_note
 from mla_var3.bench.measure import Timer, measure_case, rotated, summarise, with_projections
-from mla_var3.bench.record import (
-    ABSENT,
-    DECOMPRESSED,
-    FAILED,
-    LOST,
-    MIX,
-    OK,
-    OUTPUT_PROJECTION,
-    PROJECTION,
-    QUERY_PROJECTION,
-    BenchRow,
-)
+from mla_var3.bench.record import ABSENT, FAILED, LOST, OK, PROJECTION, BenchRow
 from mla_var3.bench.suites import KernelChoice
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel
 from mla_var3.runtime.workflow import RunOptions
@@ -41,11 +23,9 @@ SMALL = PROBLEM.__class__(b=1, s=2, t=70, h=8)
 
 
 def measure(*contenders: Any, timer: Timer | None = None, **options: Any) -> list[BenchRow]:
-    options.setdefault("healthy", lambda: True)
+    options = {"healthy": lambda: True, "release": lambda: None, **options}
     problem = options.pop("problem", PROBLEM)
-    return measure_case(
-        problem, contenders, timer or FakeTimer(), AROUND, release=lambda: None, **options
-    )
+    return measure_case(problem, contenders, timer or FakeTimer(), AROUND, **options)
 
 
 def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing():
@@ -60,66 +40,38 @@ def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing():
     assert [line[4:] for line in log if line.startswith("run")] == list("abcbcacab")
     assert sorted(line[6:] for line in log if line.startswith("check")) == list("abc")
     assert seen == [(done, 9) for done in range(10)]
-    with pytest.raises(InvalidArgumentError, match="rounds"):
-        measure(fake_contender("a", []), rounds=0)
 
 
 def test_rounds_are_combined_into_median_and_widest_spread():
     timer = FakeTimer(100.0, 130.0, 110.0)
     peer = fake_contender("a", [], versions={"flashmla": "vllm 1"})
     (found,) = measure(peer, timer=timer, rounds=3)
-    assert (found.time_us, found.spread_us) == (110.0, (131 - 99) / 2)
-    assert found.rounds_us == (100.0, 130.0, 110.0)
-    assert (found.runs, found.timer) == (60, "cuda-graph")
+    assert (found.time_us, found.spread_us, found.runs) == (110.0, (131 - 99) / 2, 60)
+    assert (found.rounds_us, found.timer) == ((100.0, 130.0, 110.0), "cuda-graph")
     assert found.tflops == pytest.approx(2e9 / 110 / 1e6)
     assert (found.device, found.command) == (AROUND["device"], AROUND["command"])
     assert found.versions == {**AROUND["versions"], "flashmla": "vllm 1"}
-    cold = Timing(1, 1, 1, 1, 1, "cuda-graph", True)
-    warm = Timing(2, 1, 3, 1, 1, "cuda-graph", False)
+    cold, warm = (Timing(1, 1, 1, 1, 1, "cuda-graph", is_cold) for is_cold in (True, False))
     assert not summarise([cold, warm]).cold_l2 and summarise([cold, cold]).cold_l2
 
 
-def test_a_failed_check_blocks_the_timing_and_nobody_else():
-    log: list[str] = []
-    wrong, right = fake_contender("wrong", log, error=0.5), fake_contender("right", log)
-    rows = measure(wrong, right, rounds=2)
-    assert "run wrong" not in log
-    assert (rows[0].status, rows[0].time_us) == (FAILED, None)
-    assert "relative error 0.5" in rows[0].reason
-    assert rows[1].status == OK
-    assert log.count("build wrong") == 1
-
-
-def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed():
+def test_who_cannot_take_part_is_absent_and_who_breaks_or_is_wrong_has_failed():
     log: list[str] = []
     rows = measure(
         fake_contender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
         fake_contender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
         fake_contender("silent", log, broken=RuntimeError()),
         fake_contender("leaving", log, broken=SystemExit(3)),
+        fake_contender("wrong", log, error=0.5),
+        fake_contender("right", log),
+        rounds=2,
     )
-    assert [(r.status, r.reason) for r in rows] == [
-        (ABSENT, "lib: not found"),
-        (FAILED, "CUDA out of memory"),
-        (FAILED, "RuntimeError"),
-        (FAILED, "called sys.exit: 3"),
-    ]
-    assert rows[0].choices == {"n": 7}
-
-
-def test_a_lost_device_fails_the_rest_with_the_culprit():
-    log: list[str] = []
-    rows = measure(
-        fake_contender("good", log),
-        fake_contender("killer", log, broken=RuntimeError("illegal address")),
-        fake_contender("next", log, asked={"n": 7}),
-        healthy=lambda: False,
-    )
-    assert [r.status for r in rows] == [LOST, FAILED, LOST]
-    assert rows[1].reason == "illegal address"
-    assert rows[2].reason == "the CUDA context was lost with killer"
-    assert rows[2].asked == {"n": 7}
-    assert "build next" not in log
+    reasons = ("lib: not found", "CUDA out of memory", "RuntimeError", "called sys.exit: 3",
+               "relative error 0.5", "")  # fmt: skip
+    states = (ABSENT, *[FAILED] * 4, OK)
+    assert [(r.status, r.reason) for r in rows] == list(zip(states, reasons, strict=True))
+    assert rows[0].choices == rows[0].asked == {"n": 7} and rows[4].time_us is None
+    assert "run wrong" not in log and log.count("build wrong") == 1
 
 
 def test_a_process_that_ends_in_a_later_round_blames_the_one_that_ran():
@@ -138,34 +90,26 @@ def test_a_process_that_ends_in_a_later_round_blames_the_one_that_ran():
 
 
 def test_projections_are_added_by_path():
-    rows = with_projections(
-        [
-            row("flash_mla"),
-            row("mla_var6_plus", path=MIX),
-            row("flash_attention", path=DECOMPRESSED),
-            row(QUERY_PROJECTION, 10.0, source=PROJECTION, path=""),
-            row(OUTPUT_PROJECTION, 20.0, source=PROJECTION, path=""),
-        ]
-    )
+    kernels = [row(path=path) for path in (record.LATENT, record.MIX, record.DECOMPRESSED)]
+    times = zip(record.PROJECTIONS, (10.0, 20.0), strict=True)
+    projections = [row(*each, source=PROJECTION, path="") for each in times]
+    rows = with_projections([*kernels, *projections])
     assert [r.call_us for r in rows] == [1030.0, 1010.0, 1000.0, None, None]
     assert with_projections(rows[:1] + rows[3:4])[0].call_us is None  # one of them is unknown
 
 
 def test_our_kernels_and_projections_run_through_the_interpreter():
+    choices = [KernelChoice(find_kernel("flash_mla"))]
+    choices.append(KernelChoice(find_kernel("mla_var6_plus"), {"n": 40}))
     contenders = [
-        kernel_contender(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90", "cpu"),
-        kernel_contender(
-            KernelChoice(find_kernel("mla_var6_plus"), {"n": 40}), SMALL, "sm_90", "cpu"
-        ),
-        projection_contender(QUERY_PROJECTION, SMALL, "cpu"),
-        projection_contender(OUTPUT_PROJECTION, SMALL, "cpu"),
+        *(bench_contenders.kernel_contender(each, SMALL, "sm_90", "cpu") for each in choices),
+        *(bench_contenders.projection_contender(name, SMALL, "cpu") for name in record.PROJECTIONS),
     ]
     rows = measure(*contenders, rounds=1, problem=SMALL)
     assert [r.status for r in rows] == [OK] * 4, [r.reason for r in rows]
     assert [r.path for r in rows] == ["latent", "mix", "", ""]
     assert rows[1].choices == {"n": 40}
-    assert rows[0].call_us == 300.0
-    assert rows[1].call_us == 200.0
+    assert (rows[0].call_us, rows[1].call_us) == (300.0, 200.0)
     assert all(r.error is not None and 0 < r.error < 0.01 for r in rows)
 
 
@@ -173,11 +117,9 @@ def test_the_public_call_takes_part_with_its_choice_and_is_checked(monkeypatch):
     import mla_var3.attention.call as call
 
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
-    assert found.status == OK, found.reason
-    assert (found.kernel, found.path) == ("mla_attention", "call")
+    assert (found.kernel, found.status, found.path) == ("mla_attention", OK, "call"), found.reason
     assert found.call_us == found.time_us == 100.0 and found.tflops
-    assert found.note.startswith("torch_tiled (torch")
-    assert found.error is not None and 0 < found.error < 0.01
+    assert found.note.startswith("torch_tiled (torch") and 0 < (found.error or 0) < 0.01
     right = call.mla_attention
     monkeypatch.setattr(call, "mla_attention", lambda *x, **o: right(*x, **o) * 1.1)
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
@@ -185,28 +127,26 @@ def test_the_public_call_takes_part_with_its_choice_and_is_checked(monkeypatch):
     assert "mla_attention (torch_tiled, torch): relative error 0.1" in found.reason
 
 
-def test_a_plan_that_does_not_fit_is_absent(monkeypatch):
+def test_a_plan_says_what_it_cannot_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(10e9), int(141e9)))
-    monkeypatch.setattr(bench_contenders, "current_device_spec", lambda: device_spec("H200"))
+    spec = device_spec("H200")
+    monkeypatch.setattr("mla_var3.runtime.workflow.current_device_spec", lambda: spec)
     small, large = (
         make_plan(KernelChoice(find_kernel(name)), PROBLEM, "sm_90")
         for name in ("flash_mla", "flash_attention")
     )
-    require_memory(small)
+    bench_contenders.require_memory(small)
     with pytest.raises(UnsupportedError, match="GiB of free GPU memory, got 9.31 GiB"):
-        require_memory(large)
+        bench_contenders.require_memory(large)
+    for kernel, fields, target, message in (
+        ("flash_mla", {"n": 3}, "sm_90", "expected a plan that takes n=3"),
+        ("flash_attention", {}, "sm_80", "expected one of its targets .* got sm_80"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            make_plan(KernelChoice(find_kernel(kernel), fields), SMALL, target)
 
 
-def test_a_plan_says_what_it_cannot_do():
-    choice = KernelChoice(find_kernel("flash_mla"), {"n": 3})
-    with pytest.raises(Exception, match="expected a plan that takes n=3"):
-        make_plan(choice, SMALL, "sm_90")
-    with pytest.raises(Exception, match="expected one of its targets .* got sm_80"):
-        make_plan(KernelChoice(find_kernel("flash_attention")), SMALL, "sm_80")
-    assert make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90").params()["t"] == 70
-
-
-def test_kernels_share_the_seconds_of_tuning(monkeypatch):
+def test_kernels_share_the_seconds_of_tuning_and_what_was_tried_is_said(monkeypatch):
     """What one does not need is left to the others; later rounds search nothing."""
     clock = [0.0]
     monkeypatch.setattr("mla_var3.bench.contenders.time.monotonic", lambda: clock[0])
@@ -222,8 +162,6 @@ def test_kernels_share_the_seconds_of_tuning(monkeypatch):
         pass
     assert options.tune_seconds is None
 
-
-def test_what_was_tried_is_said():
     def stage(tried: int, candidates: int, **more: bool) -> Any:
         state = {"from_cache": False, "complete": True, **more}
         return SimpleNamespace(tried=tried, candidates=candidates, **state)

@@ -12,7 +12,7 @@ from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.page import cells, headers, headline, html_page, markdown_page, method, troubles
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE
-from mla_var3.bench.record import ABSENT, FAILED, PREDICTED, BenchRecord, load_record
+from mla_var3.bench.record import ABSENT, FAILED, PREDICTED, BenchRecord, BenchRow, load_record
 from mla_var3.bench.regression import compare_records
 from tests.unit.bench.bench_support import peer, record, row
 
@@ -65,72 +65,45 @@ def full_record() -> BenchRecord:
     return record(*rows, settings={"rounds": 3}, absent={"triton": "no module named vllm"})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("plots")
-
-
-@pytest.fixture(scope="module")
-def full_page(folder: Path) -> str:
-    """The page of `full_record`, drawn once for all tests that only read it."""
-    return html_page(full_record(), draw_plots(full_record(), folder))
-
-
-def test_the_page_is_well_formed_and_complete(full_page):
-    found, text = full_record(), full_page
+def test_the_page_is_complete_and_needs_nothing_else(tmp_path):
+    found = full_record()
+    text = html_page(found, draw_plots(found, tmp_path))
     page = Page(text)
     assert text.startswith("<!DOCTYPE html>")
-    tables = ["".join(cell) for line in page.cells for cell in line]
+    tables = "\n".join(cell for line in page.cells for cell in line)
     for group in shape_groups(found.rows):
-        for timed in group.timed:
-            expected = list(cells(group, timed))
-            assert expected in page.cells, timed.label
-    for reason in ("output 0: <NaN> & more", "flashinfer: not installed", "no module named vllm"):
-        assert any(reason in cell for cell in tables), reason
-    for shown in ("NVIDIA H200", "hyper-mla bench figures", "abc with local changes", "rounds 3"):
-        assert any(shown in cell for cell in tables), shown
-
-
-def test_the_page_needs_nothing_else(full_page):
-    text = full_page
+        assert all(list(cells(group, timed)) in page.cells for timed in group.timed)
+    texts = ("output 0: <NaN> & more", "flashinfer: not installed", "no module named vllm")
+    facts = ("NVIDIA H200", "hyper-mla bench figures", "abc with local changes", "rounds 3")
+    assert [shown for shown in (*texts, *facts) if shown not in tables] == []
+    inline = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", text)]
+    files = [path.read_bytes() for path in tmp_path.glob("*.png")]
+    assert len(inline) == len(files) == 4 and sorted(inline) == sorted(files)
+    assert "Time of mla_var6_plus over its window: not drawn" in text
+    assert "How it was measured" in text and "predicted" not in text.split("</title>")[0]
     outside = re.sub(r"base64,[^\"]+", "", text)
     assert not re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe", outside)
-    for tag, attributes in Page(text).tags:
-        if "src" in attributes:
-            assert str(attributes["src"]).startswith("data:image/png;base64,"), tag
-        if "href" in attributes:
-            anchor = str(attributes["href"])
-            assert anchor.startswith("#")
-            assert f'id="{anchor[1:]}"' in text
+    for tag, attributes in page.tags:
+        source, anchor = attributes.get("src"), attributes.get("href")
+        assert source is None or source.startswith("data:image/png;base64,"), tag
+        assert anchor is None or (anchor[0] == "#" and f'id="{anchor[1:]}"' in text)
 
 
-def test_the_images_are_the_plots(full_page, folder):
-    inline = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", full_page)]
-    files = [path.read_bytes() for path in folder.glob("*.png")]
-    assert len(inline) == len(files) == 4 and sorted(inline) == sorted(files)
-    assert "Time of mla_var6_plus over its window: not drawn" in full_page
-
-
-def test_predictions_are_labelled_and_a_row_cannot_break_the_page(full_page):
+def test_predictions_are_labelled_and_a_row_cannot_break_the_page():
     script = row("<script>alert(1)</script>", kind=PREDICTED)
     text = html_page(record(script, notes=[NOTE, "<b>"]), [])
     Page(text)
     assert "<script>" not in text and "<b>" not in text
     assert "predicted" in text.split("</title>")[0] and "How it was predicted" in text
     assert "Predictions, not measurements" in text
-    assert "How it was measured" in full_page
-    assert "predicted" not in full_page.split("</title>")[0]
-
-
-def test_the_verdicts_are_on_the_page():
-    found = full_record()
-    earlier = full_record()
+    # Verdicts.
+    found, earlier = full_record(), full_record()
     earlier.rows[0] = replace(earlier.rows[0], time_us=500.0)
-    text = html_page(found, [], compare_records(found, earlier))
-    assert "0 better, 4 same, 1 worse, 2 not compared" in text
-    assert '<tr class="worse">' in text
-    assert "+100.0 %" in text
-    assert "1 worse" in markdown_page(found, [], compare_records(found, earlier))
+    compared = compare_records(found, earlier)
+    text = html_page(found, [], compared)
+    for words in ("0 better, 4 same, 1 worse, 2 not compared", '<tr class="worse">', "+100.0 %"):
+        assert words in text
+    assert "1 worse" in markdown_page(found, [], compared)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
@@ -148,27 +121,25 @@ def test_the_markdown_has_every_row_and_reason(tmp_path):
     found = full_record()
     text = markdown_page(found, [Plot("x", "Roofline", "Caption.", (tmp_path / "roofline.png",))])
     assert text.startswith("---\nkind:")
-    for entry in found.rows:
-        assert entry.label in text
-        assert entry.reason in text
+    assert all(entry.label in text and entry.reason in text for entry in found.rows)
     assert "![Roofline](roofline.png)" in text
     assert "## To be explained" in text  # a win of 12 %
     assert "## To be explained" not in markdown_page(record(row(), peer()), [])
 
 
 def test_the_headline_says_who_wins():
-    groups = shape_groups(full_record().rows)
-    assert headline(groups[0]) == (
-        "mla_var6_plus_v2 n=1024 is 1.12x as fast as FlashMLA (call time)"
-    )
-    assert "1.05x slower than FlashMLA" in headline(groups[1])
-    assert headline(shape_groups([row()])[0]) == ""
-    (even,) = shape_groups([row("ours", 1000.0), peer(time_us=1001.0)])
-    assert headline(even) == "ours is as fast as FlashMLA (call time)"
-    (far,) = shape_groups([
-        row("ours", 100.0, projections_us=0.0), peer(time_us=1100.0, projections_us=0.0)
-    ])  # fmt: skip
-    assert headline(far) == "ours is 11.00x as fast as FlashMLA (call time)"
+    def said(*rows: BenchRow) -> str:
+        (group,) = shape_groups(rows)
+        return headline(group)
+
+    rows = full_record().rows
+    assert said(*rows[:5]) == "mla_var6_plus_v2 n=1024 is 1.12x as fast as FlashMLA (call time)"
+    assert "1.05x slower than FlashMLA" in said(*rows[5:])
+    assert said(row()) == ""
+    assert said(row("a"), peer(time_us=1001.0)) == "a is as fast as FlashMLA (call time)"
+    bare = {"projections_us": 0.0}
+    found = said(row("a", 100.0, **bare), peer(time_us=1100.0, **bare))
+    assert found == "a is 11.00x as fast as FlashMLA (call time)"
 
 
 def test_eight_bit_results_stand_in_a_column_of_their_own():
@@ -186,13 +157,11 @@ def test_eight_bit_results_stand_in_a_column_of_their_own():
     (without,) = shape_groups([row(), peer()])
     assert headers(without)[-1] == "vs best"
     (theirs,) = shape_groups([row(), peer(), peer("FlashMLA (vLLM)", 700.0, cache_dtype="fp8")])
-    assert [cells(theirs, each)[-2:] for each in theirs.rows[1:]] == [
-        ("1.00x", "-"),
-        ("-", "1.00x"),
-    ]
+    found = [cells(theirs, each)[-2:] for each in theirs.rows[1:]]
+    assert found == [("1.00x", "-"), ("-", "1.00x")]
 
 
-def test_troubles_name_the_shapes_where_not_all_are_meant():
+def test_troubles_name_their_shapes_and_the_method_is_that_of_the_record():
     found = record(row("a", None, status=FAILED, reason="why"), row("b", s=32))
     assert troubles(found) == [("a", "failed", "why (b=32 s=16 t=4096 h=128)")]
     everywhere = record(*(row("a", None, s=s, status=ABSENT, reason="why") for s in (1, 2)))
@@ -200,16 +169,10 @@ def test_troubles_name_the_shapes_where_not_all_are_meant():
     rows = [row("broken", None, s=s, status=FAILED, reason="NaN") for s in range(1, 8)]
     ((_, _, reason),) = troubles(record(*rows, row(s=64)))
     assert "s=4 t" in reason and "s=5 t" not in reason and "3 more shapes" in reason
-
-
-def test_the_method_is_that_of_the_record():
-    def said(found: BenchRecord) -> str:
-        return " ".join(method(found))
-
-    rounds = said(record(row(), peer()))
+    old = load_record(RESULTS / "2026-11-15-nvidia-h200.json")
+    records = (record(row(), peer()), old, record(row(kind=PREDICTED)))
+    rounds, once, predicted = (" ".join(method(found)) for found in records)
     assert "several rounds" in rounds and "Call time" in rounds
-    once = said(load_record(RESULTS / "2026-11-15-nvidia-h200.json"))
     assert "several rounds" not in once and "Call time" not in once
     assert "10th to the 90th percentile" in once
-    predicted = said(record(row(kind=PREDICTED)))
     assert "checked" not in predicted and "faster pure path" in predicted

@@ -16,14 +16,7 @@ from torch import Tensor
 from mla_var3.bench import contenders
 from mla_var3.bench import peers as peers_module
 from mla_var3.bench.contenders import peer_contender
-from mla_var3.bench.peers import (
-    KERNELS,
-    MODULES,
-    PeerInputs,
-    PeerLibraries,
-    call_known,
-    peer_kernel,
-)
+from mla_var3.bench.peers import KERNELS, MODULES, PeerInputs, PeerLibraries, call_known
 from mla_var3.bench.suites import EIGHT_BIT_PEERS, LATENT_PEERS, PEERS
 from mla_var3.errors import CheckFailedError, MissingToolError, UnknownNameError, UnsupportedError
 from mla_var3.op.compare import compare
@@ -47,43 +40,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tenso
     return torch.einsum("hst,thy->shy", scores.softmax(-1), v).to(q.dtype)
 
 
-def flash_mla_package() -> ModuleType:
-    def flash_mla_with_kvcache(
-        q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, width: int, metadata: Any,
-        splits: Any, softmax_scale: float, causal: bool,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        assert metadata == ("metadata", q.shape[1] * q.shape[2])
-        out = []
-        for r in range(len(q)):
-            rows = cache[table[r].long()].flatten(0, 1)[: int(lengths[r])]
-            out.append(attend(q[r], rows, rows[..., :width], softmax_scale, causal))
-        return torch.stack(out), None
-
-    module: Any = ModuleType("flash_mla")
-    module.get_mla_metadata = lambda lengths, rows, heads: (("metadata", rows), None)
-    module.flash_mla_with_kvcache = flash_mla_with_kvcache
-    return module
+def metadata_of(lengths: Tensor, rows: int, heads: int) -> Any:
+    return ("metadata", rows), None
 
 
-def flash_attn_interface() -> ModuleType:
-    def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, softmax_scale: float,
-        causal: bool, num_splits: int, qv: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        out = []
-        for r in range(len(q)):
-            length = int(cache_seqlens[r])
-            k, v = k_cache[r, :length], v_cache[r, :length]
-            if qv is not None:
-                k, query = torch.cat([k, v], -1), torch.cat([q[r], qv[r]], -1)
-            else:
-                query = q[r]
-            out.append(attend(query, k, v, softmax_scale, causal))
-        return torch.stack(out)
+def flash_mla_with_kvcache(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, width: int, metadata: Any,
+    splits: Any, softmax_scale: float, causal: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    assert metadata == ("metadata", q.shape[1] * q.shape[2])
+    out = []
+    for r in range(len(q)):
+        rows = cache[table[r].long()].flatten(0, 1)[: int(lengths[r])]
+        out.append(attend(q[r], rows, rows[..., :width], softmax_scale, causal))
+    return torch.stack(out), None
 
-    module: Any = ModuleType("flash_attn_interface")
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache
-    return module
+
+FLASH_MLA = {"get_mla_metadata": metadata_of, "flash_mla_with_kvcache": flash_mla_with_kvcache}
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, softmax_scale: float,
+    causal: bool, num_splits: int, qv: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    out = []
+    for r in range(len(q)):
+        query, length = q[r], int(cache_seqlens[r])
+        k, v = k_cache[r, :length], v_cache[r, :length]
+        if qv is not None:
+            k, query = torch.cat([k, v], -1), torch.cat([query, qv[r]], -1)
+        out.append(attend(query, k, v, softmax_scale, causal))
+    return torch.stack(out)
 
 
 class FlashInferWrapper:
@@ -107,22 +94,17 @@ class FlashInferWrapper:
             out[rows] = attend(query, torch.cat([latent, rope], -1), latent, scale, causal)
 
 
-def triton_module() -> ModuleType:
-    def decode_attention_fwd(
-        q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor,
-        req_to_token: Tensor, b_seq_len: Tensor, attn_logits: Tensor, num_kv_splits: int,
-        sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,
-    ) -> None:  # fmt: skip
-        assert num_kv_splits == attn_logits.shape[2]
-        assert k_buffer.shape[1] == page_size
-        for r in range(len(q)):
-            own, length = req_to_token[r].long(), int(b_seq_len[r])
-            k, v = (x[own].flatten(0, 1)[:length] for x in (k_buffer, v_buffer))
-            o[r] = attend(q[r : r + 1], k, v, sm_scale, False)[0]
-
-    module: Any = ModuleType("triton_decode")
-    module.decode_attention_fwd = decode_attention_fwd
-    return module
+def decode_attention_fwd(
+    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor, req_to_token: Tensor,
+    b_seq_len: Tensor, attn_logits: Tensor, num_kv_splits: int, sm_scale: float,
+    page_size: int = 1, logit_cap: float = 0.0,
+) -> None:  # fmt: skip
+    assert num_kv_splits == attn_logits.shape[2]
+    assert k_buffer.shape[1] == page_size
+    for r in range(len(q)):
+        own, length = req_to_token[r].long(), int(b_seq_len[r])
+        k, v = (x[own].flatten(0, 1)[:length] for x in (k_buffer, v_buffer))
+        o[r] = attend(q[r : r + 1], k, v, sm_scale, False)[0]
 
 
 class Operator:
@@ -130,101 +112,81 @@ class Operator:
 
     def __init__(self, names: str, function: Any) -> None:
         self._schema = SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in names.split()])
-        self.function = function
+        self.function, self.default = function, self
 
     def __call__(self, *arguments: Any) -> Any:
         names = [argument.name for argument in self._schema.arguments]
         return self.function(**dict(zip(names, arguments, strict=True)))
 
 
-def flashmla_operator(**given: Any) -> Any:
-    module: Any = flash_mla_package()
-    q = given["q"]
-    plan = given["meta"] or ("metadata", q.shape[1] * q.shape[2])
-    out, lse = module.flash_mla_with_kvcache(
-        q, given["cache"], given["table"], given["lengths"], given["width"], plan, None,
-        softmax_scale=given["scale"], causal=given["causal"],
-    )  # fmt: skip
-    return out, lse, plan, None
+def flashmla_operator(meta: Any, splits: Any, x: Any, scale: float, **given: Any) -> Any:
+    plan = meta or ("metadata", given["q"].shape[1] * given["q"].shape[2])
+    out = flash_mla_with_kvcache(**given, metadata=plan, splits=None, softmax_scale=scale)
+    return *out, plan, None
 
 
 def fa3_operator(**given: Any) -> Any:
-    assert given["window_size_left"] == -1
-    assert given["unknown_extra"] is None
-    starts, out = given["cu_seqlens_q"], []
-    for r in range(len(starts) - 1):
-        rows = slice(int(starts[r]), int(starts[r + 1]))
-        q = given["q"][rows]
-        if given["q_v"] is not None:
-            length = int(given["seqused_k"][r])
-            k, v = given["k"][r, :length], given["v"][r, :length]
-            q, k = torch.cat([q, given["q_v"][rows]], -1), torch.cat([k, v], -1)
-        else:
-            own = slice(*map(int, given["cu_seqlens_k"][r : r + 2]))
-            k, v = given["k"][own], given["v"][own]
-        out.append(attend(q, k, v, given["softmax_scale"], given["is_causal"]))
-    return torch.cat(out), None
+    assert given["window_size_left"] == -1 and given["unknown_extra"] is None
+    q, k, v, qv, lengths = (given[name] for name in ("q", "k", "v", "q_v", "seqused_k"))
+    steps = given["cu_seqlens_q"].diff()
+    assert all(steps == given["max_seqlen_q"]) and steps.sum() == len(q)
+    q, qv = (None if x is None else x.unflatten(0, (len(steps), -1)) for x in (q, qv))
+    if qv is None:
+        lengths = given["cu_seqlens_k"].diff()
+        k, v = (x.unflatten(0, (len(steps), -1)) for x in (k, v))
+    scale, causal = given["softmax_scale"], given["is_causal"]
+    out = flash_attn_with_kvcache(q, k, v, lengths, scale, causal, given["num_splits"], qv)
+    return out.flatten(0, 1), None
 
 
-def fp8_operators() -> SimpleNamespace:
-    """vLLM's 8-bit extension of FlashMLA: e4m3 queries and rows, one scale each."""
-
-    def fwd_kvcache_mla_fp8(
-        q: Tensor, cache: Tensor, width: int, lengths: Tensor, table: Tensor, scale: float,
-        causal: bool, metadata: Any, splits: Any, descale_q: Tensor, descale_k: Tensor,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        assert q.dtype is cache.dtype is torch.float8_e4m3fn
-        wide, rows = (q.float() * descale_q).bfloat16(), cache.float() * descale_k
-        attend_16 = flash_mla_package().flash_mla_with_kvcache
-        return attend_16(
-            wide, rows, table, lengths, width, metadata, splits, softmax_scale=scale, causal=causal
-        )
-
-    return SimpleNamespace(
-        get_mla_decoding_metadata_dense_fp8=lambda lengths, rows, heads: (("metadata", rows), None),
-        fwd_kvcache_mla_fp8=fwd_kvcache_mla_fp8,
+def fwd_kvcache_mla_fp8(
+    q: Tensor, cache: Tensor, width: int, lengths: Tensor, table: Tensor, scale: float,
+    causal: bool, metadata: Any, splits: Any, descale_q: Tensor, descale_k: Tensor,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Of vLLM's 8-bit extension of FlashMLA: e4m3 queries and rows, one scale each."""
+    assert q.dtype is cache.dtype is torch.float8_e4m3fn
+    wide, rows = (q.float() * descale_q).bfloat16(), cache.float() * descale_k
+    return flash_mla_with_kvcache(
+        wide, rows, table, lengths, width, metadata, splits, softmax_scale=scale, causal=causal
     )
 
 
 def stand_ins(operators: bool = False) -> PeerLibraries:
     found = PeerLibraries(wanted=())
     found.modules = {
-        "flashmla": flash_mla_package(),
-        "fa3": flash_attn_interface(),
+        "flashmla": SimpleNamespace(**FLASH_MLA),
+        "fa3": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache),
         "flashinfer": SimpleNamespace(BatchMLAPagedAttentionWrapper=FlashInferWrapper),
-        "triton": triton_module(),
+        "triton": SimpleNamespace(decode_attention_fwd=decode_attention_fwd),
     }
-    found.operators = {"flashmla_fp8": fp8_operators()}
+    fp8 = {"get_mla_decoding_metadata_dense_fp8": metadata_of}
+    fp8 |= {"fwd_kvcache_mla_fp8": fwd_kvcache_mla_fp8}
+    found.operators = {"flashmla_fp8": SimpleNamespace(**fp8)}
     if operators:
         mla = Operator("q cache width lengths table scale causal meta splits x", flashmla_operator)
         names = (
             "q k v q_v cu_seqlens_q cu_seqlens_k seqused_k max_seqlen_q max_seqlen_k "
             "softmax_scale is_causal window_size_left num_splits unknown_extra"
         )
-        fa3 = Operator(names, fa3_operator)
-        found.operators |= {
-            "flashmla": SimpleNamespace(dense_decode_fwd=SimpleNamespace(default=mla)),
-            "fa3": SimpleNamespace(fwd=SimpleNamespace(default=fa3)),
-        }
+        found.operators["flashmla"] = SimpleNamespace(dense_decode_fwd=mla)
+        found.operators["fa3"] = SimpleNamespace(fwd=Operator(names, fa3_operator))
     return found
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[bool, bool], dict[str, Tensor]]:
-    """The float32 outputs, computed once per problem."""
-    return {}
+REFERENCES: dict[tuple[bool, bool], dict[str, Tensor]] = {}
+"""The float32 outputs, computed once per problem."""
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("operators", [True, False])
 @pytest.mark.parametrize("name", PEERS)
-def test_every_peer_gets_the_right_numbers(name, operators, causal, references):
+def test_every_peer_gets_the_right_numbers(name, operators, causal):
     """With different lengths where a peer takes them: those on the latent cache."""
     latent = name in (*LATENT_PEERS, *EIGHT_BIT_PEERS)
     problem = replace(SMALL, causal=causal)
     if latent:
         problem = MlaProblem(b=3, s=3, t=200, h=4, causal=causal, lengths=(3, 200, 71), **WIDTHS)
-    known = references.setdefault((latent, causal), {})
+    known = REFERENCES.setdefault((latent, causal), {})
     ready = peer_contender(name, problem, stand_ins(operators), known, "cpu").build()
     assert 0 < ready.check() < (0.03 if name in EIGHT_BIT_PEERS else 0.005)
     if not latent:
@@ -250,19 +212,14 @@ def test_our_kernel_on_an_8_bit_cache(fmt):
 
 def test_a_peer_that_computes_something_else_is_caught():
     libraries = stand_ins()
-    right = libraries.modules["fa3"].flash_attn_with_kvcache
-    libraries.modules["fa3"].flash_attn_with_kvcache = lambda **given: right(
-        **{**given, "causal": False}
-    )
+    wrong = lambda **given: flash_attn_with_kvcache(**{**given, "causal": False})  # noqa: E731
+    libraries.modules["fa3"].flash_attn_with_kvcache = wrong
     ready = peer_contender("fa3_qv", SMALL, libraries, device="cpu").build()
     with pytest.raises(CheckFailedError, match=r"FlashAttention-3 qv: relative error .* \(bound 0"):
         ready.check()
-
-
-def test_the_suites_and_the_peers_agree_on_names():
     assert set(KERNELS) == set(PEERS)
     with pytest.raises(UnknownNameError, match="did you mean 'flashmla'"):
-        peer_kernel("flashmls")
+        peers_module.peer_kernel("flashmls")
 
 
 def test_absent_libraries_have_a_reason(monkeypatch):
@@ -272,16 +229,15 @@ def test_absent_libraries_have_a_reason(monkeypatch):
     monkeypatch.setattr(peers_module, "_find", lambda folder, file: None)
     libraries = PeerLibraries()
     assert "torch" in libraries.versions
-    for name in ("flashmla", "fa3", "flashinfer", "triton"):
-        assert libraries.absent[name]
+    assert all(libraries.absent[name] for name in ("flashmla", "fa3", "flashinfer", "triton"))
     contender = peer_contender("flashmla", SMALL, libraries, device="cpu")
     with pytest.raises(MissingToolError, match="_flashmla_C.abi3.so not found"):
         contender.build()
     assert contender.versions == {}
-
-
-def test_a_package_joins_when_it_can_be_imported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla_package())
+    # A package joins when it can be imported.
+    package = ModuleType("flash_mla")
+    vars(package).update(FLASH_MLA)
+    monkeypatch.setitem(sys.modules, "flash_mla", package)
     libraries = PeerLibraries(wanted=("flashmla",))
     assert "flashmla" not in libraries.absent
     assert libraries.versions["flashmla"] == "flash_mla unknown"
@@ -290,7 +246,7 @@ def test_a_package_joins_when_it_can_be_imported(monkeypatch):
     assert contender.versions == {"flashmla": "flash_mla unknown"}
 
 
-def test_a_library_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
+def test_a_library_that_cannot_be_loaded_or_has_other_arguments_says_why(tmp_path, monkeypatch):
     libraries = PeerLibraries(tmp_path, wanted=("fa3",))
     assert "_vllm_fa3_C.abi3.so not found in --peer_libs" in libraries.absent["fa3"]
     (tmp_path / "sub").mkdir()
@@ -305,8 +261,6 @@ def test_a_library_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     libraries = PeerLibraries(wanted=("flashinfer",))
     assert libraries.absent == {"flashinfer": f"{MODULES['flashinfer'][0]}: wrong CUDA"}
 
-
-def test_a_release_with_other_arguments_is_refused():
     def newer(q: Any, pages: Any, page_size: int = 1) -> Any:
         return q
 

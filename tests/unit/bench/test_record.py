@@ -8,19 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.bench.record import (
-    CSV_COLUMNS,
-    EIGHT_BIT,
-    FAILED,
-    MIX,
-    PEER,
-    SCHEMA,
-    csv_text,
-    load_record,
-    merge_records,
-    save_record,
-    shape_text,
-)
+from mla_var3.bench import record as records
+from mla_var3.bench.record import FAILED, MIX, PEER, SCHEMA, load_record, save_record
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
 from tests.unit.bench.bench_support import AROUND, peer, record, row
@@ -36,38 +25,28 @@ def test_a_record_survives_the_file(tmp_path):
     ]
     before = record(*rows, absent={"triton": "no vllm"}, settings={"rounds": 3}, notes=["n"])
     save_record(before, tmp_path / "a.json")
-    after = load_record(tmp_path / "a.json")
-    assert after.rows == rows
-    assert (after.absent, after.settings, after.notes) == (
-        {"triton": "no vllm"},
-        {"rounds": 3},
-        ["n"],
-    )
+    assert load_record(tmp_path / "a.json") == before
 
 
 def test_the_json_schema(tmp_path):
     save_record(record(row()), tmp_path / "a.json")
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["schema"] == SCHEMA
+    assert {"suite", "environment", "settings", "absent", "notes"} < set(data)
     (entry,) = data["rows"]
-    for name in ("device", "date", "command", "versions"):
-        assert entry[name] == AROUND[name]
-    assert entry["problem"] == {
-        **{"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512},
-        **{"dtype": "bfloat16", "causal": True},
-    }
-    assert entry["tflops"] == pytest.approx(600)
-    assert entry["gbps"] == pytest.approx(300)
-    assert entry["call_us"] == 1040.0
-    assert entry["rounds_us"] == [1001.0, 999.0, 1000.0]
+    problem = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
+    problem |= {"dtype": "bfloat16", "causal": True}
+    figures = {"call_us": 1040.0, "rounds_us": [1001.0, 999.0, 1000.0], "problem": problem}
+    figures |= {"tflops": pytest.approx(600), "gbps": pytest.approx(300)}
+    assert {name: entry[name] for name in (*AROUND, *figures)} == AROUND | figures
 
 
 def test_the_csv_schema():
     problem = MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))
     failed = row("flash_mla", None, status=FAILED, reason="a,b", problem=problem)
     found = record(row(choices={"n": 0}), peer(), failed)
-    lines = list(csv.DictReader(io.StringIO(csv_text(found, {0: 0.9}))))
-    assert tuple(lines[0]) == CSV_COLUMNS and len(lines) == 3
+    lines = list(csv.DictReader(io.StringIO(records.csv_text(found, {0: 0.9}))))
+    assert tuple(lines[0]) == records.CSV_COLUMNS and len(lines) == 3
     assert (lines[0]["choices"], lines[0]["speedup_over_best_peer"]) == ("n=0", "0.9")
     assert lines[0]["versions"].startswith("hyper-mla=0.1.0 torch=2.9")
     assert (lines[1]["source"], lines[1]["speedup_over_best_peer"]) == (PEER, "")
@@ -79,39 +58,41 @@ def test_every_kernel_with_an_eight_bit_window_is_known():
     from mla_var3.op.mla.window.formats import FP8
     from mla_var3.runtime.paths import plan_class
 
-    found = {
-        (kernel.full_name, kernel.language)
-        for kernel in mla_kernels()
-        if getattr(plan_class(kernel), "window_form", None) == FP8
-    }
-    assert found and found < EIGHT_BIT
+    kernels = [k for k in mla_kernels() if getattr(plan_class(k), "window_form", None) == FP8]
+    found = {(kernel.full_name, kernel.language) for kernel in kernels}
+    assert found and found < records.EIGHT_BIT
     # Records from before it was renumbered.
-    assert EIGHT_BIT - found == {("mla_var6_plus_v2", "cute-dsl")}
-    for name, language in EIGHT_BIT:
+    assert records.EIGHT_BIT - found == {("mla_var6_plus_v2", "cute-dsl")}
+    for name, language in records.EIGHT_BIT:
         assert row(name, language=language).label == f"{name} ({language}) 8-bit"
 
 
 def test_shapes_show_what_is_unusual():
-    assert shape_text(MlaProblem(b=1, s=2, t=3, h=4)) == "b=1 s=2 t=3 h=4"
-    odd = MlaProblem(b=1, s=2, t=3, h=4, d=64, dtype="float16", causal=False)
-    assert shape_text(odd) == "b=1 s=2 t=3 h=4 d=64 float16 full"
-    assert shape_text(MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))) == "b=2 s=1 t=3..64 h=8"
+    for more, text in (
+        ({}, "b=2 s=1 t=64 h=4"),
+        ({"lengths": (3, 64)}, "b=2 s=1 t=3..64 h=4"),
+        ({"d": 64, "dtype": "float16", "causal": False}, "b=2 s=1 t=64 h=4 d=64 float16 full"),
+    ):
+        assert records.shape_text(MlaProblem(b=2, s=1, t=64, h=4, **more)) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "a benchmark record"),
+def of(*rows: object) -> str:
+    return json.dumps({"schema": SCHEMA, "suite": "a", "environment": {}, "rows": rows})
+
+
+def test_a_bad_file_or_row_is_named(tmp_path):
+    for text, message in (
+        ("", "a readable record"),
         ("[]", "a benchmark record"),
         ("{}", "without rows"),
         ('{"rows": [], "environment": {}, "schema": "x/9"}', "this version reads"),
-    ],
-)
-def test_a_bad_file_is_named(text, message, tmp_path):
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(InvalidArgumentError, match=message) as caught:
-        load_record(tmp_path / "bad.json")
-    assert "bad.json" in str(caught.value)
+        (of(None), "row 0: expected a row"),
+        (of({"kernel": "x"}), r"row 0 \(x\): expected the field 'problem'"),
+        (of({"kernel": "x", "problem": dict.fromkeys("bsth", 0)}), r"row 0 \(x\), b: expected"),
+    ):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(InvalidArgumentError, match=f"bad.json: .*{message}"):
+            load_record(tmp_path / "bad.json")
 
 
 NAN = float("nan")
@@ -128,45 +109,23 @@ INVALID = [
 def test_an_invalid_value_is_refused_on_load_and_on_write(field, value, tmp_path):
     """time_us=-5 once ranked first, and NaN and text disappeared."""
     file = tmp_path / "a.json"
-    save_record(record(row(), peer()), file)
-    good = file.read_text()
-    data = json.loads(good)
+    data = record(row(), peer()).to_dict()
     data["rows"][1][field] = value
     file.write_text(json.dumps(data))
     where = rf"a\.json: row 1.*, {field}: expected .*, got "
     with pytest.raises(InvalidArgumentError, match=where):
         load_record(file)
-    file.write_text(good)
+    file.write_text("kept")
     changed = tuple(value) if isinstance(value, list) else value
     with pytest.raises(InvalidArgumentError, match=where):
         save_record(record(row(), replace(peer(), **{field: changed})), file)
-    assert file.read_text() == good
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (None, "row 0: expected a row"),
-        ({"kernel": "x"}, r"row 0 \(x\): expected the field 'problem'"),
-        ({"kernel": "x", "problem": {"b": 0, "s": 1, "t": 1, "h": 1}}, r"row 0 \(x\), b: expected"),
-    ],
-)
-def test_a_row_that_is_no_row_is_named(entry, message, tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text(
-        json.dumps({"schema": SCHEMA, "suite": "a", "environment": {}, "rows": [entry]})
-    )
-    with pytest.raises(InvalidArgumentError, match=message):
-        load_record(file)
+    assert file.read_text() == "kept"
 
 
 def test_merged_records_keep_the_latest_row_per_device():
-    old, new = record(row(time_us=2.0), peer()), record(row(time_us=1.0), row(device="NVIDIA B200"))
+    old = record(row(time_us=2.0), peer())
+    new = record(row(time_us=1.0), row(device="NVIDIA B200"), row(cache_dtype="fp8"))
     old.environment = {**old.environment, "date": "2029"}
-    merged = merge_records([new, old])
-    assert [(r.kernel, r.time_us, r.device) for r in merged.rows] == [
-        ("flash_mla", 1.0, "NVIDIA H200"),
-        ("FlashMLA", 900.0, "NVIDIA H200"),
-        ("flash_mla", 1000.0, "NVIDIA B200"),
-    ]
-    assert merge_records([new]) is new
+    merged = records.merge_records([new, old])
+    assert merged.rows == [new.rows[0], old.rows[1], *new.rows[1:]]
+    assert records.merge_records([new]) is new

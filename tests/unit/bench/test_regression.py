@@ -4,41 +4,27 @@ from typing import Any
 
 import pytest
 
+from mla_var3.bench import regression
 from mla_var3.bench.record import FAILED, PREDICTED, BenchRow
-from mla_var3.bench.regression import (
-    BETTER,
-    LEAST_SHARE,
-    SAME,
-    SPREADS,
-    WORSE,
-    Regression,
-    compare_records,
-    judge,
-)
+from mla_var3.bench.regression import BETTER, SAME, WORSE, compare_records, judge
 from tests.unit.bench.bench_support import AROUND, peer, record, row
 
 
-def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> Regression:
+def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> regression.Regression:
     return compare_records(record(*after), record(*before), **options)
 
 
 @pytest.mark.parametrize(
-    ("time_us", "verdict"),
-    [(900.0, BETTER), (971.0, BETTER), (972.0, SAME), (1000.0, SAME), (1028.0, SAME),
-     (1029.0, WORSE), (1200.0, WORSE)],
+    ("spread_us", "time_us", "verdict"),
+    [(10.0, 971.0, BETTER), (10.0, 972.0, SAME), (10.0, 1028.0, SAME), (10.0, 1029.0, WORSE),
+     (0.1, 989.0, BETTER), (0.1, 1010.0, SAME), (0.1, 1011.0, WORSE)],
 )  # fmt: skip
-def test_the_spread_sets_the_zones(time_us, verdict):
+def test_the_spread_sets_the_zones_and_a_share_the_least(spread_us, time_us, verdict):
     # Twice the root of 10² + 10²: 28.3 us on either side.
-    found = judge(row(time_us=1000.0, spread_us=10.0), row(time_us=time_us, spread_us=10.0))
-    assert found.zone_us == pytest.approx(SPREADS * 200**0.5)
-    assert found.verdict == verdict
+    found = judge(row(spread_us=spread_us), row(time_us=time_us, spread_us=spread_us))
+    zone = max(regression.SPREADS * spread_us * 2**0.5, regression.LEAST_SHARE * 1000)
+    assert found.zone_us == pytest.approx(zone) and found.verdict == verdict
     assert found.change == pytest.approx(time_us / 1000 - 1)
-
-
-def test_the_neutral_zone_is_never_narrower_than_a_share():
-    for time_us, verdict in ((989.0, BETTER), (1010.0, SAME), (1011.0, WORSE)):
-        found = judge(row(time_us=1000.0, spread_us=0.1), row(time_us=time_us, spread_us=0.1))
-        assert (found.zone_us, found.verdict) == (LEAST_SHARE * 1000, verdict)
 
 
 def test_only_a_comparison_without_a_worse_row_passes():
@@ -52,11 +38,14 @@ def test_only_a_comparison_without_a_worse_row_passes():
     assert gone == [("FlashMLA, b=32 s=16 t=4096 h=128", "only in the earlier record")]
     old, new = (row(kind=PREDICTED, spread_us=0.0, time_us=t) for t in (100.0, 90.0))
     assert compare([old], [new]).count(BETTER) == 1
+    # An earlier record that was read from several files may have rows of several devices.
+    before = [row(time_us=1000.0), row(time_us=500.0, device="NVIDIA B200")]
+    (found,) = compare(before, [row(time_us=1200.0)]).verdicts
+    assert (found.before.device, found.verdict) == ("NVIDIA H200", WORSE)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "reason"),
-    [
+def test_what_does_not_match_is_said_and_not_compared():
+    for before, after, reason in (
         (row(device="NVIDIA B200"), row(), "device NVIDIA B200 against NVIDIA H200"),
         (row("flash_mla_v1"), row("flash_mla_v2"), "not in the earlier record"),
         (row(language="cute-dsl"), row(), "not in the earlier record"),
@@ -66,20 +55,10 @@ def test_only_a_comparison_without_a_worse_row_passes():
         (row(timer="cuda-event"), row(), "timer cuda-event against cuda-graph"),
         (row(spread_us=None), row(), "no spread in the earlier record"),
         (row(), row(time_us=None, status=FAILED, reason="NaN"), "failed in the new record: NaN"),
-    ],
-)
-def test_what_does_not_match_is_said_and_not_compared(before, after, reason):
-    found = compare([before], [after])
-    assert found.verdicts == []
-    assert reason in found.not_compared[0][1]
-    assert found.not_compared[0][0].startswith(after.label)
-
-
-def test_rows_are_compared_with_those_of_their_device():
-    """An earlier record that was read from several files may have both."""
-    before = [row(time_us=1000.0), row(time_us=500.0, device="NVIDIA B200")]
-    (found,) = compare(before, [row(time_us=1200.0)]).verdicts
-    assert (found.before.device, found.verdict) == ("NVIDIA H200", WORSE)
+    ):
+        found = compare([before], [after])
+        name, why = found.not_compared[0]
+        assert found.verdicts == [] and reason in why and name.startswith(after.label)
 
 
 def versions(**changes: str) -> dict[str, str]:
@@ -118,8 +97,6 @@ def test_other_settings_and_clocks_are_remarks():
     for found, limited in ((before, True), (after, False)):
         found.environment = {"gpu": {"clocks_limited_by_setting": limited}}
     result = compare_records(after, before)
-    assert result.passed
-    assert result.remarks == [
-        "tilings differ: default against tuned",
-        "clocks were locked before and are not locked now",
-    ]
+    differ, clocks = result.remarks
+    assert result.passed and differ == "tilings differ: default against tuned"
+    assert clocks == "clocks were locked before and are not locked now"

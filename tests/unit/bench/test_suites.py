@@ -24,16 +24,9 @@ from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import KernelId
 from tests.unit.attention.attention_support import registered
 
-MANY = [
-    KernelId("flash_attention", 0, "cutile-dsl", "mla"),
-    KernelId("flash_mla", 0, "cutile-dsl", "mla"),
-    KernelId("mla_var6_plus", 0, "cutile-dsl", "mla"),
-    KernelId("flash_mla", 2, "cutile-dsl", "mla"),
-    KernelId("flash_mla", 10, "cutile-dsl", "mla"),
-    KernelId("flash_mla", 1, "cute-dsl", "mla"),
-]
-
-
+MANY = [KernelId("flash_mla", number, "cutile-dsl", "mla") for number in (0, 2, 10)]
+MANY += [KernelId(name, 0, "cutile-dsl", "mla") for name in ("flash_attention", "mla_var6_plus")]
+MANY.append(KernelId("flash_mla", 1, "cute-dsl", "mla"))
 CUTILE = [kernel for kernel in suites.mla_kernels() if kernel.language == "cutile-dsl"]
 
 
@@ -62,22 +55,29 @@ def test_kernels_and_backends_are_selected_by_word():
         suites.select_backends(("flashmls",))
 
 
-def test_the_sweep_is_the_product_of_the_sizes():
+def test_all_takes_every_version_at_one_shape_and_the_sweep_all_sizes(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(suites, "mla_kernels", lambda: list(MANY))
+        (case,) = cases_of("all", sizes={"t": (512,)})
+    assert case.problem == replace(suites.COMMON, t=512)
+    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
+    assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
     sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
     assert len({case.problem for case in cases_of("sweep", sizes=sizes)}) == 8
-    with pytest.raises(InvalidArgumentError, match="s: expected some values"):
-        BenchOptions(suite="sweep", sizes={"s": ()})
+    for changes, message in (
+        ({"sizes": {"s": ()}}, "s: expected some values"),
+        ({"cache_dtype": ("fp4",)}, "cache_dtype: expected fp8_per_token or fp8 or"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            BenchOptions(suite="sweep", **changes)
 
 
 def test_special_versions_take_part_only_by_name():
     kernels = suites.mla_kernels()
     special = {k for k in kernels if (k.full_name, k.language) in suites.SPECIAL}
     assert {k.full_name for k in special} == {"mla_var6_plus_v5", "mla_var6_plus_v6"}
-    for chosen in (
-        suites.comparable(kernels),
-        suites.newest(kernels),
-        *(suites.select_kernels([word], kernels) for word in ("all", "latest", "mla_var6_plus")),
-    ):
+    for word in ("all", "latest", "mla_var6_plus"):
+        chosen = suites.select_kernels([word], kernels)
         assert chosen and not set(chosen) & special
     assert special & set(suites.select_kernels(["mla_var6_plus_v5"], kernels))
     # Their old numbers, where no other language has them.
@@ -91,9 +91,8 @@ def test_the_mix_stands_beside_both_pure_paths():
         names = [choice.kernel.full_name for choice in case.kernels]
         assert names[:3] == ["mla_var6_plus", "flash_mla", "flash_attention"]
         assert case.peers == ("fa3_qv", "fa3")
-    with_8_bits = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v5"]
-    assert with_8_bits
-    assert all(case.kernels[-1].fields == {"n": case.problem.t} for case in with_8_bits)
+    eight_bit = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v5"]
+    assert eight_bit and all(c.kernels[-1].fields == {"n": c.problem.t} for c in eight_bit)
     assert tuple(getattr(shared.problem, name) for name in "bsth") == suites.PREFIX_SHAPE
     assert shared.kernels[0].fields == {"prefix": suites.PREFIX}
     assert shared.peers == ("fa3_qv",)
@@ -104,14 +103,13 @@ def test_shared_prefixes_stand_beside_copies():
     *single, nothing, grouped = suites.prefix_cases(suites.mla_kernels(), ["fa3_qv", "sdpa"])
     assert {case.problem.b for case in single} == {16, 64, 256, 1024}
     for case in single:
-        assert case.shared is not None and case.peers == ("fa3_qv",)
         (prefix,) = case.shared.tokens
         assert case.shared.members == case.problem.b and 0 < prefix < case.problem.t
+        assert case.peers == ("fa3_qv",)
         names = [(choice.kernel.full_name, dict(choice.fields)) for choice in case.kernels]
         assert names == [("mla_var6_plus_v6", {"prefix": prefix}), ("flash_mla", {})]
     for case in (nothing, grouped):  # one prefix at most is decompressed
         assert [choice.kernel.full_name for choice in case.kernels] == ["flash_mla"]
-    assert grouped.shared is not None and grouped.problem.lengths is not None
     assert grouped.problem.b == 64 == grouped.shared.members * len(grouped.shared.tokens)
     assert min(grouped.problem.lengths) == 2148 and max(grouped.problem.lengths) == 20384
     assert all(not c.kernels and c.shared is None for c in suites.prefix_cases(CUTILE, ["fa3_qv"]))
@@ -139,33 +137,19 @@ def test_the_prefix_contender_is_named_for_what_runs_and_checked(tokens, kernel)
     copied = flash_mla_cost(problem)
     assert ready.cost.flops == copied.flops
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
-
-
-def test_a_prefix_without_a_whole_page_takes_no_part():
-    contender = prefix_contender(MlaProblem(b=4, s=2, t=200, h=2), SharedTokens(4, (40,)), "cpu")
     with pytest.raises(UnsupportedError, match="flash_mla_prefix: expected whole pages"):
-        contender.build()
+        prefix_contender(problem, SharedTokens(4, (40,)), "cpu").build()
 
 
 def test_the_figures_have_their_shapes_newest_versions_and_a_mix_without_a_window():
     cases = suites.figures_cases(MANY, suites.PEERS)
     shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
-    assert shapes == [
-        (8, 16, 4096, True), (2, 1024, 4096, False), (2, 1024, 4096, True), (4, 1, 32768, True),
-        *((32, s, 4096, True) for s in (16, 32, 64)),
-    ]  # fmt: skip
+    assert shapes[:3] == [(8, 16, 4096, True), (2, 1024, 4096, False), (2, 1024, 4096, True)]
+    assert shapes[3:] == [(4, 1, 32768, True), *((32, s, 4096, True) for s in (16, 32, 64))]
     found = [(choice.kernel.full_name, dict(choice.fields)) for choice in cases[-1].kernels]
     for wanted in (("mla_var6_plus", {}), ("mla_var6_plus", {"n": 0}), ("flash_mla_v10", {})):
         assert wanted in found
     assert ("flash_mla_v2", {}) not in found
-
-
-def test_all_takes_every_version_at_one_shape(monkeypatch):
-    monkeypatch.setattr(suites, "mla_kernels", lambda: list(MANY))
-    (case,) = cases_of("all", sizes={"t": (512,)})
-    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
-    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
-    assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
 
 
 def test_the_models_suite_has_every_model_once():
@@ -192,13 +176,9 @@ def test_the_engine_suite_reads_scattered_pages():
     assert len(cases_of("engine")) == 144
     other = cases_of("engine", quick=True, dtype="float16", widths={"d": 192, "v": 256})
     assert {(c.problem.dtype, c.problem.v) for c in other} == {("float16", 256)}
-
-
-def test_only_some_shapes_of_a_suite():
+    # Only some shapes of a suite.
     cases = cases_of("prefix")
-    found = chosen_shapes(cases, (9, 2))
-    assert [case.problem for case in found] == [cases[1].problem, cases[8].problem]
-    assert (found[1].problem.s, found[1].problem.h) == (1, 12)
+    assert chosen_shapes(cases, (9, 2)) == [cases[1], cases[8]]
     assert chosen_shapes(cases, ()) == cases
     with pytest.raises(InvalidArgumentError, match="shapes: expected numbers from 1 to 13, sha"):
         chosen_shapes(cases, (14,))
@@ -218,16 +198,9 @@ def test_8_bit_caches_take_part_when_asked_for():
     assert not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
     (case,) = sweep(cache_dtype=("fp8_ds_mla",))
     assert case.cache_dtypes == (("fp8_ds_mla", "cutile-dsl"),)
-    rows = {
-        row.language: row
-        for row in predict_case(
-            replace(case, cache_dtypes=(("fp8", "cute-dsl"), ("fp8_ds_mla", "cutile-dsl"))),
-            device_spec("B200"), {"device": "B200"},
-        )
-        if row.cache_dtype
-    }  # fmt: skip
+    case = replace(case, cache_dtypes=(("fp8", "cute-dsl"), *case.cache_dtypes))
+    predicted = predict_case(case, device_spec("B200"), {"device": "B200"})
+    rows = {row.language: row for row in predicted if row.cache_dtype}
     assert rows["cute-dsl"].status == ABSENT and "written for sm_90" in rows["cute-dsl"].reason
     assert rows["cutile-dsl"].time_us is not None
     assert set(suites.EIGHT_BIT_CACHES["cutile-dsl"]) == set(FORMATS)
-    with pytest.raises(InvalidArgumentError, match="cache_dtype: expected fp8_per_token or fp8 or"):
-        BenchOptions(cache_dtype=("fp4",))

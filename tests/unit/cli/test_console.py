@@ -1,6 +1,5 @@
 """How a command ends."""
 
-import subprocess
 import sys
 
 from mla_var3.cli import console
@@ -8,6 +7,7 @@ from mla_var3.cli.console import guarded
 from mla_var3.cli.main import main
 from mla_var3.errors import DeviceTimeoutError
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from tests.programs import run_program
 
 
 def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
@@ -15,30 +15,15 @@ def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
         "import sys; from mla_var3.cli.console import guarded, say; "
         "sys.exit(guarded(lambda: [say('x' * 200) for _ in range(5000)] and 0))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=package_environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert errors == ""
+    command = ["bash", "-c", '"$0" -c "$1" | head -1', sys.executable, code]
+    done = run_program(command, env=package_environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("xxx")
 
 
 def test_a_terminal_without_the_characters_gets_the_result(package_environment, tmp_path):
     code = "from mla_var3.cli.main import main; raise SystemExit(main(['plan', '--budget=2GiB']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**package_environment, "PYTHONIOENCODING": "ascii"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    environment = {**package_environment, "PYTHONIOENCODING": "ascii"}
+    done = run_program([sys.executable, "-c", code], env=environment, cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
     assert "written: " in done.stdout and " ?s" in done.stdout
 
@@ -49,39 +34,31 @@ def test_no_columns_are_no_reason_to_print_nothing(monkeypatch, capsys):
     assert "error: b: expected a positive integer, got 0" in capsys.readouterr().err
 
 
-def interrupted(note: str = "") -> int:
-    interrupt = KeyboardInterrupt()
-    if note:
-        interrupt.add_note(note)
-    raise interrupt
-
-
-def test_an_interrupt_tells_only_what_was_interrupted(capsys):
-    assert guarded(interrupted) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-    assert guarded(lambda: interrupted("results so far are kept")) == 130
-    assert capsys.readouterr().err == "error: interrupted; results so far are kept\n"
-
-
-def test_a_hung_kernel_ends_the_process(capsys, monkeypatch):
-    """The normal end of the process would wait for the kernel."""
-    ended: list[int] = []
+def test_an_interrupt_tells_what_was_interrupted_and_a_hung_kernel_ends(monkeypatch, capsys):
+    noted, ended = KeyboardInterrupt(), list[int]()
+    noted.add_note("results so far are kept")
+    hung = DeviceTimeoutError("flash_mla: expected to end within 60 s")
+    # The normal end of the process would wait for the kernel that hangs.
     monkeypatch.setattr(console.os, "_exit", ended.append)
+    for error, code, said in (
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (noted, 130, "error: interrupted; results so far are kept\n"),
+        (hung, 1, "error: flash_mla: expected to end within 60 s\n"),
+    ):
 
-    def hangs() -> int:
-        raise DeviceTimeoutError("flash_mla: expected to end within 60 s")
+        def fails(error: BaseException = error) -> int:
+            raise error
 
-    assert guarded(hangs) == 1
+        assert guarded(fails) == code
+        assert capsys.readouterr().err == said
     assert ended == [1]
-    assert "error: flash_mla: expected to end" in capsys.readouterr().err
 
 
 def test_times_at_the_vendors_peaks_are_called_ideal(capsys):
     figures = StageFigures("f", None, None, 1e9, 1e6, 5.0)
     record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA H200": 5.0}}
-    console.print_result(
-        ProfileResult("f", NsightProfType.STATIC, figures, [figures], None, record=record)
-    )
+    static = NsightProfType.STATIC
+    console.print_result(ProfileResult("f", static, figures, [figures], None, record=record))
     out = capsys.readouterr().out
     assert "f, static mode, planned for NVIDIA H200" in out and " ideal " in out
     assert "not measured, at the vendor's peaks: NVIDIA H200 5.00 µs" in out

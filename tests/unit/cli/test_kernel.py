@@ -59,36 +59,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("argv", "gpu", "mode", "on_cpu", "check", "may_shrink"),
+    ("options", "gpu", "mode", "on_cpu", "check", "may_shrink"),
     [
-        ([], False, STATIC, True, True, True),
-        (["--check"], False, STATIC, True, True, True),
-        (["--device=cpu"], True, STATIC, True, True, True),
-        (["--device=cpu", "--check"], True, STATIC, True, True, False),
-        (["--target=sm_90"], False, STATIC, True, False, True),
-        (["--target=sm_90"], True, STATIC, False, False, False),
-        (["--target=sm_90", "--check"], False, STATIC, True, True, True),
-        (["--prof_type=static"], False, STATIC, True, False, True),
-        (["--prof_type=disabled", "--check"], False, DISABLED, True, False, True),
-        (["--prof_type=disabled", "--check", "--device=cpu"], False, DISABLED, True, False, False),
-        (["--prof_type=disabled", "--device=cpu"], False, DISABLED, True, False, False),
-        (["--prof_type=event"], True, EVENT, False, False, False),
-        (["--prof_type=event"], False, EVENT, True, False, False),
+        ("", False, STATIC, True, True, True),
+        ("--check", False, STATIC, True, True, True),
+        ("--device=cpu", True, STATIC, True, True, True),
+        ("--device=cpu --check", True, STATIC, True, True, False),
+        ("--target=sm_90", False, STATIC, True, False, True),
+        ("--target=sm_90", True, STATIC, False, False, False),
+        ("--target=sm_90 --check", False, STATIC, True, True, True),
+        ("--prof_type=static", False, STATIC, True, False, True),
+        ("--prof_type=disabled --check", False, DISABLED, True, False, True),
+        ("--prof_type=disabled --device=cpu", False, DISABLED, True, False, False),
+        ("--prof_type=event", True, EVENT, False, False, False),
+        ("--prof_type=event", False, EVENT, True, False, False),
     ],
 )
-def test_routes(argv, gpu, mode, on_cpu, check, may_shrink, machine):
+def test_routes(options, gpu, mode, on_cpu, check, may_shrink, machine):
     machine.gpu = gpu
-    route = kernel.choose_route(read(FakePlan(), *argv), gpu)
-    assert (route.mode, route.on_cpu, route.check) == (mode, on_cpu, check)
-    assert route.may_shrink == may_shrink
-
-
-def test_tiling_options_on_a_gpu_need_no_autotune():
-    with pytest.raises(console.UsageError, match="--Bm: expected together with --no_autotune"):
-        kernel.choose_route(read(FakePlan(), "--Bm=32"), has_gpu=True)
-    for argv in (["--no_autotune"], ["--target=sm_90"], ["--device=cpu"], ["--prof_type=static"]):
-        kernel.choose_route(read(FakePlan(), "--Bm=32", *argv), has_gpu=True)
-    kernel.choose_route(read(FakePlan(), "--Bm=32"), has_gpu=False)
+    route = kernel.choose_route(read(FakePlan(), *options.split()), gpu)
+    found = (route.mode, route.on_cpu, route.check, route.may_shrink)
+    assert found == (mode, on_cpu, check, may_shrink)
+    if (mode is STATIC and options) or not gpu:  # else tiling options need --no_autotune
+        kernel.choose_route(read(FakePlan(), "--Bm=32", *options.split()), gpu)
 
 
 def test_a_given_tiling_stays_although_it_equals_the_default(monkeypatch):
@@ -103,40 +96,37 @@ def test_a_given_tiling_stays_although_it_equals_the_default(monkeypatch):
 def test_without_a_gpu_it_says_what_it_does(machine, capsys):
     assert kernel.run_plan(FakePlan(), ["--b=5000"]) == 0
     out, err = capsys.readouterr()
-    assert "no GPU here: static mode (compile report + prediction) and the check on the CPU" in out
-    assert "is 5 GFLOP, too much for the interpreter: it runs b=2 " in out
-    assert "check on the CPU interpreter: b=2" in out and "check passed" in out
-    assert str(Path("some/where/report.md")) in out
+    for words in (
+        "no GPU here: static mode (compile report + prediction) and the check on the CPU",
+        "is 5 GFLOP, too much for the interpreter: it runs b=2 ", "check passed",
+        "check on the CPU interpreter: b=2", "some/where/report.md",
+    ):  # fmt: skip
+        assert words in out
     assert "autotune fake: done" in err
     (profiled,), (checked,) = machine.profiled, machine.checked
     assert profiled[0].b == 5000 and profiled[1] is STATIC and checked[0].b == 2
     assert checked[1].device == "cpu" and checked[1].check and not checked[1].autotune
-
-
-def test_the_cpu_runs_the_full_problem_only_when_asked(machine):
+    # The CPU runs the full problem only when asked.
     assert kernel.run_plan(FakePlan(), ["--b=5000", "--device=cpu", "--check"]) == 0
-    assert machine.checked[0][0].b == 5000
+    assert machine.checked[1][0].b == 5000
     assert kernel.run_plan(FakePlan(), ["--b=5000", "--prof_type=disabled", "--check"]) == 0
-    assert machine.profiled[1][0].b == 2
+    assert machine.profiled[2][0].b == 2
     assert kernel.run_plan(FakePlan(), ["--target=sm_100"]) == 0
-    assert machine.profiled[2][2].targets == ("sm_100",) and len(machine.checked) == 1
+    assert machine.profiled[3][2].targets == ("sm_100",) and len(machine.checked) == 2
 
 
-@pytest.mark.parametrize(
-    ("argv", "gpu", "words"),
-    [
-        (["--retune", "--bench_runs=3"], False, "static mode on the CPU: --bench_runs, --retune"),
-        (["--target=sm_90", "--refine"], True, "in static mode: --refine"),
-        (["--prof_type=disabled", "--out_dir=x", "--tune_seconds=1"], True, "mode: --out_dir"),
-        (["--prof_type=event", "--out_dir=x", "--label=y", "--retune"], True, "mode: --label"),
-        (["--prof_type=event", "--label=y", "--retune", "--bench_runs=3"], True, ""),
-    ],
-)
-def test_options_without_effect_are_named(argv, gpu, words, machine, capsys):
-    machine.gpu = gpu
-    assert kernel.run_plan(FakePlan(), argv) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if "without effect" in line]
-    assert [line.endswith(words) for line in notes] == ([True] if words else [])
+def test_options_without_effect_are_named(machine, capsys):
+    for options, gpu, words in (
+        ("--retune --bench_runs=3", False, "static mode on the CPU: --bench_runs, --retune"),
+        ("--target=sm_90 --refine", True, "in static mode: --refine"),
+        ("--prof_type=disabled --out_dir=x --tune_seconds=1", True, "mode: --out_dir"),
+        ("--prof_type=event --out_dir=x --label=y --retune", True, "mode: --label"),
+        ("--prof_type=event --label=y --retune --bench_runs=3", True, ""),
+    ):
+        machine.gpu = gpu
+        assert kernel.run_plan(FakePlan(), options.split()) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if "without effect" in line]
+        assert [line.endswith(words) for line in notes] == ([True] if words else [])
 
 
 def test_on_a_gpu(machine, capsys):
@@ -148,10 +138,7 @@ def test_on_a_gpu(machine, capsys):
         assert words in " ".join(out.split())
     plan, mode, run = machine.profiled[0]
     assert (plan.b, plan.tiling.Bm, mode, run.autotune) == (5000, 32, EVENT, False)
-
-
-def test_a_failed_check_is_exit_code_1(machine, capsys):
-    machine.passes = False
+    machine.gpu = machine.passes = False
     assert kernel.run_plan(FakePlan(), []) == 1
     out = capsys.readouterr().out
     assert "check FAILED" in out and "FAILED: 3 NaN" in out
@@ -167,9 +154,11 @@ def test_a_failed_check_is_exit_code_1(machine, capsys):
         (["--language=cute-dsl"], 2, "this is the cutile-dsl kernel"),
         (["--target=sm_90", "--prof_type=event"], 2, "--target: only for --prof_type=static"),
         (["--device=cuda"], 1, "expected a usable CUDA GPU"),
+        (["--Bm=32", "--prof_type=event"], 2, "--Bm: expected together with --no_autotune"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(argv, code, message, machine, capsys):
+    machine.gpu = "--Bm=32" in argv
     assert kernel.run_plan(FakePlan(), argv) == code
     err = capsys.readouterr().err
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
@@ -195,32 +184,26 @@ def test_errors_in_a_run(error, code, message, machine, monkeypatch, capsys):
         kernel.run_plan(FakePlan(), [])
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "kernel: expected one of cutlass_mla_decode, flash_attention, "),
-        (["flash_mlaa"], "did you mean 'flash_mla'"),
-        (["flash_mla", "v9"], "unknown version of flash_mla 'v9'"),
-        (["flash_mla", "--language=cutile-dls"], "did you mean 'cutile-dsl'"),
-        (["--bogus"], "unknown option '--bogus'"),
-        (["flash_mla", "--language"], "--language: expected a value"),
-    ],
-)
-def test_wrong_names(argv, message, capsys):
-    assert kernel.main(argv) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_entry_points_take_a_version(machine, capsys):
+def test_the_entry_points_take_a_version_and_refuse_wrong_names(machine, capsys):
     package = "mla_var3.kernel.cutile.mla.flash_mla"
-    assert kernel.main_for_design(package, ["v0", "--target=sm_90"]) == 0
-    assert kernel.main_for_design(package, ["base", "--target=sm_90"]) == 0
+    for version in ("v0", "base"):
+        assert kernel.main_for_design(package, [version, "--target=sm_90"]) == 0
     assert [plan.name for plan, _, _ in machine.profiled] == ["flash_mla", "flash_mla"]
     assert kernel.main_for_design(package, ["v77"]) == 2
     assert "v0 is the base version" in capsys.readouterr().err
     argv = ["--language=cutile-dsl", "mla_var6_plus", "v0", "--b=2", "--n=5", "--target=sm_90"]
     assert kernel.main(argv) == 0
     assert machine.profiled[-1][0].params()["n"] == 5
+    for words, message in {
+        "": "kernel: expected one of cutlass_mla_decode, flash_attention, ",
+        "flash_mlaa": "did you mean 'flash_mla'",
+        "flash_mla v9": "unknown version of flash_mla 'v9'",
+        "flash_mla --language=cutile-dls": "did you mean 'cutile-dsl'",
+        "--bogus": "unknown option '--bogus'",
+        "flash_mla --language": "--language: expected one argument",
+    }.items():
+        assert kernel.main(words.split()) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_kernel_file_run_itself_has_its_kernel_id(monkeypatch):

@@ -9,62 +9,32 @@ from mla_var3.bench.record import ABSENT, load_record
 from mla_var3.cli.arguments import Parser, read_problem
 from mla_var3.cli.console import UsageError
 from mla_var3.cli.main import main
-from mla_var3.cli.options import PlanParser
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.paths import find_kernel, plan_class
-
-
-def sizes(*argv: str) -> dict[str, Any]:
-    parser = Parser(prog="prog")
-    parser.add_problem()
-    values = parser.parse(argv)
-    read_problem(values)
-    return values
+from tests.unit.cli.cli_support import read
 
 
 def test_a_model_gives_the_sizes_that_belong_to_it():
-    assert sizes("--model=kimi-k2", "--tp=8", "--b=4") == {
-        "b": 4, "s": 16, "t": 4096, "h": 8, "d": 128, "p": 64, "k": 512, "v": 128,
-    }  # fmt: skip
-    assert sizes("--h=20", "--v=256")["v"] == 256
-    assert sizes()["h"] == 128
+    def sizes(*argv: str) -> dict[str, Any]:
+        parser = Parser(prog="prog")
+        parser.add_problem()
+        values = parser.parse(argv)
+        read_problem(values)
+        return values
+
+    given = sizes("--model=kimi-k2", "--tp=8", "--b=4")
+    assert [given[name] for name in "bsthdpkv"] == [4, 16, 4096, 8, 128, 64, 512, 128]
+    assert sizes("--h=20", "--v=256")["v"] == 256 and sizes()["h"] == 128
 
 
-@pytest.mark.parametrize(
-    ("argv", "error", "message"),
-    [
-        (
-            ["--model=kimi-k2", "--h=16"],
-            UsageError,
-            "--h: expected none beside --model, which gives h=64; got 16",
-        ),
-        (["--tp=8"], UsageError, "--tp: expected --model or --config beside it, got neither"),
-        (["--model=kimi-k2", "--config=x"], UsageError, "--config: expected none beside --model"),
-        (["--model=kimi"], UsageError, "unknown model 'kimi'; did you mean"),
-        (["--model=minicpm3", "--tp=16"], InvalidArgumentError, "tp: expected a divisor of the 40"),
-    ],
-)
-def test_what_does_not_fit_is_named(argv, error, message):
-    with pytest.raises(error, match=message):
-        sizes(*argv)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["choose", "--model=glm-4.7-flash", "--tp=4", "--json"],
-        ["predict", "--model=glm-4.7-flash", "--tp=4", "--for_device=H200", "--json"],
-        ["plan", "--model=glm-4.7-flash", "--tp=4", "--budget=1GiB", "--json"],
-    ],
-)
-def test_commands_compute_with_the_widths_of_a_model(argv, capsys):
-    assert main([*argv, "--s=2", "--t=1024"]) == 0
+@pytest.mark.parametrize("command", ["choose", "predict --for_device=H200", "plan --budget=1GiB"])
+def test_commands_compute_with_the_widths_of_a_model(command, capsys):
+    options = ["--model=glm-4.7-flash", "--tp=4", "--json", "--s=2", "--t=1024"]
+    assert main([*command.split(), *options]) == 0
     found = json.loads(capsys.readouterr().out)
     entry = found[0] if isinstance(found, list) else found
     problem = entry.get("shape") or entry["problem"]
-    assert {name: problem[name] for name in "hdpkv"} == {
-        "h": 5, "d": 192, "p": 64, "k": 512, "v": 256,
-    }  # fmt: skip
+    assert [problem[name] for name in "hdpkv"] == [5, 192, 64, 512, 256]
 
 
 @pytest.mark.parametrize(("model", "noted"), [("kimi-k2", False), ("mistral-small-4", True)])
@@ -87,21 +57,14 @@ def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path):
     assert "v=256" in refused.reason
 
 
-def request(kernel: str, *argv: str) -> Any:
-    parser = PlanParser(plan_class(find_kernel(kernel))(), "prog")
-    return parser.request(parser.parse(argv))
-
-
 def test_run_takes_a_model_for_a_kernel():
-    plan = request("flash_mla", "--model=glm-4.7-flash", "--tp=4").plan
+    def planned(kernel: str, *argv: str) -> Any:
+        return read(plan_class(find_kernel(kernel))(), *argv).plan
+
+    plan = planned("flash_mla", "--model=glm-4.7-flash", "--tp=4")
     assert (plan.h, plan.d, plan.p, plan.k) == (5, 192, 64, 512)
     with pytest.raises(UsageError, match="--model: flash_attention needs v=d=192, the model has v"):
-        request("flash_attention", "--model=glm-4.7-flash")
-    assert request("flash_mla", "--model=glm-5.3-flash").plan.p == 0
+        planned("flash_attention", "--model=glm-4.7-flash")
+    assert planned("flash_mla", "--model=glm-5.3-flash").p == 0
     with pytest.raises(InvalidArgumentError, match="p: expected a positive integer, got 0"):
-        request("mla_var6_plus", "--d=256", "--p=0")
-
-
-def test_the_main_job_refuses_a_model_that_its_kernels_do_not_take(capsys):
-    assert main(["run", "--model=glm-4.7-flash"]) == 2
-    assert "expected one with v=d and p > 0" in capsys.readouterr().err
+        planned("mla_var6_plus", "--d=256", "--p=0")

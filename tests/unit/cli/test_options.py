@@ -1,6 +1,7 @@
 """Options made from plan and tiling fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from mla_var3.cli.options import RUN_OPTIONS, PlanParser
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.stage import Tiling
+from mla_var3.runtime.workflow import RunOptions
 from tests.unit.cli.cli_support import FakePlan, FakeTiling, read
 
 
@@ -25,39 +27,20 @@ class TwoTilings(FakePlan):
     combine_tiling: OtherTiling = field(default_factory=OtherTiling)
 
 
-@dataclass
-class OddField(FakePlan):
-    table: dict[str, int] = field(default_factory=dict)
+def test_a_field_is_read_by_its_type():
+    for arguments, fields in {
+        "--b=32 --scale=0.5 --fraction=none --dtype=float16 --causal --seed=3": {
+            "b": 32, "scale": 0.5, "fraction": None, "dtype": "float16", "causal": True, "seed": 3,
+        },
+        "--no-causal --lengths=(5,10,)": {"causal": False, "lengths": (5, 10)},
+        "--causal=0 --seed=auto --lengths=none": {"causal": False, "seed": None, "lengths": None},
+    }.items():  # fmt: skip
+        plan = read(FakePlan(), *arguments.split()).plan
+        assert {name: getattr(plan, name) for name in fields} == fields
 
 
-@dataclass
-class TakenField(FakePlan):
-    label: int = 3
-
-
-@pytest.mark.parametrize(
-    ("argument", "name", "value"),
-    [
-        ("--b=32", "b", 32),
-        ("--scale=0.5", "scale", 0.5),
-        ("--fraction=none", "fraction", None),
-        ("--dtype=float16", "dtype", "float16"),
-        ("--causal", "causal", True),
-        ("--no-causal", "causal", False),
-        ("--causal=0", "causal", False),
-        ("--seed=3", "seed", 3),
-        ("--seed=auto", "seed", None),
-        ("--lengths=(5,10,)", "lengths", (5, 10)),
-        ("--lengths=none", "lengths", None),
-    ],
-)
-def test_a_field_is_read_by_its_type(argument, name, value):
-    assert getattr(read(FakePlan(), argument).plan, name) == value
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
+def test_a_bad_option_is_named_with_a_hint():
+    for argument, message in (
         ("--b=1.5", "--b: expected an integer, got '1.5'"),
         ("--scale=big", "--scale: expected a number, got 'big'"),
         ("--causal=maybe", "--causal: expected true or false, got 'maybe'"),
@@ -77,12 +60,10 @@ def test_a_field_is_read_by_its_type(argument, name, value):
         ("-b=3", "did you mean --b?"),
         ("b=3", "did you mean --b=3?"),
         ("stray", "unexpected argument 'stray'"),
-    ],
-)
-def test_a_bad_option_is_named_with_a_hint(argument, message):
-    with pytest.raises((UsageError, InvalidArgumentError)) as error:
-        read(FakePlan(), argument)
-    assert message in str(error.value)
+    ):
+        with pytest.raises((UsageError, InvalidArgumentError)) as error:
+            read(FakePlan(), argument)
+        assert message in str(error.value)
 
 
 def test_all_run_options_arrive_in_both_spellings():
@@ -92,12 +73,12 @@ def test_all_run_options_arrive_in_both_spellings():
         *("--refine", "--check", "--bench-runs=5", "--out_dir=some/where", "--label=first try"),
         *("--tune-max-iters", "3", "--no-autotune"),
     )
-    run = request.run
     assert request.mode is NsightProfType.STATIC
-    assert (run.device, run.targets) == ("cpu", ("sm_100", "sm_90"))
-    assert run.retune and run.refine and run.check and not run.autotune
-    assert (run.bench_runs, str(run.out_dir), run.label) == (5, "some/where", "first try")
-    assert run.tune_max_iters == 3
+    assert request.run == RunOptions(
+        device="cpu", targets=("sm_100", "sm_90"), retune=True, refine=True, check=True,
+        autotune=False, bench_runs=5, out_dir=Path("some/where"), label="first try",
+        tune_max_iters=3,
+    )  # fmt: skip
 
 
 def test_tiling_fields_are_options_by_name_where_only_one_tiling_has_it():
@@ -121,21 +102,15 @@ def test_help_is_complete(plan):
     assert "element type: bfloat16 or float16 (default: bfloat16)" in joined
 
 
-@pytest.mark.parametrize(("plan", "name"), [(OddField(), "table"), (TakenField(), "label")])
-def test_a_field_that_no_option_can_set_is_an_error(plan, name):
-    with pytest.raises(HyperMlaError, match=rf"{type(plan).__name__}\.{name}"):
+@pytest.mark.parametrize("spec", [("table", dict, field(default_factory=dict)), ("label", int, 3)])
+def test_a_field_that_no_option_can_set_is_an_error(spec):
+    plan = make_dataclass("Odd", [spec], bases=(FakePlan,))()
+    with pytest.raises(HyperMlaError, match=rf"Odd\.{spec[0]}"):
         PlanParser(plan, "prog")
 
 
-@pytest.mark.parametrize(
-    ("annotation", "expected"),
-    [
-        (int | None, ValueType(int, optional=True)),
-        (tuple[float, ...], ValueType(float, sequence=True)),
-        (list[str] | None, ValueType(str, optional=True, sequence=True)),
-        (int | str, None),
-        (tuple[int, str], None),
-    ],
-)
-def test_value_types_of_annotations(annotation, expected):
-    assert value_type(annotation) == expected
+def test_value_types_of_annotations():
+    assert value_type(int | None) == ValueType(int, optional=True)
+    assert value_type(tuple[float, ...]) == ValueType(float, sequence=True)
+    assert value_type(list[str] | None) == ValueType(str, optional=True, sequence=True)
+    assert value_type(int | str) is value_type(tuple[int, str]) is None

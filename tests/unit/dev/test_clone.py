@@ -41,12 +41,14 @@ print(json.dumps({"codes": codes, "plans": plans}))
 """
 
 
+SKIP = shutil.ignore_patterns("__pycache__")
+
+
 @pytest.fixture
 def tree(tmp_path: Path, source_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the kernels' base versions that the commands of a test work on."""
     root = tmp_path / "package"
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source_root / "kernel", root / "kernel", ignore=skip)
+    shutil.copytree(source_root / "kernel", root / "kernel", ignore=SKIP)
     for kernel in KERNELS:
         if kernel.number:  # their numbers are free for the tests
             shutil.rmtree(root / version_folder(kernel).relative_to(source_root))
@@ -62,12 +64,11 @@ def snapshot(root: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(scope="module")
-def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def checkout(repo_root: Path, tmp_path: Path) -> Path:
     """A copy of the package in a checkout of its own, with the script."""
-    root = tmp_path_factory.mktemp("checkout")
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=skip)
+    root = tmp_path / "checkout"
+    shutil.copytree(repo_root / "src" / "mla_var3", root / "src" / "mla_var3", ignore=SKIP)
     shutil.copy(repo_root / "pyproject.toml", root)
     (root / "scripts").mkdir()
     shutil.copy(repo_root / "scripts" / "clone-kernel.py", root / "scripts")
@@ -75,11 +76,8 @@ def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_clone_and_its_clone_work(checkout, package_environment, tmp_path):
-    done = run_program(
-        [sys.executable, "-c", CLONE_ALL],
-        cwd=tmp_path,
-        env={**package_environment, "PYTHONPATH": str(checkout / "src")},
-    )
+    environment = {**package_environment, "PYTHONPATH": str(checkout / "src")}
+    done = run_program([sys.executable, "-c", CLONE_ALL], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["plans"]) == len(KERNELS) + len(BASES) > 0
@@ -89,22 +87,15 @@ def test_every_clone_and_its_clone_work(checkout, package_environment, tmp_path)
 
     # Longer names may push a docstring over the line length; the author wraps it.
     for command in (["format"], ["check", "--fix", "--ignore=E501"], ["format", "--check"]):
-        ruff = run_program(
-            [sys.executable, "-m", "ruff", *command, "--no-cache", "src/mla_var3/kernel"],
-            cwd=checkout,
-        )
+        words = [sys.executable, "-m", "ruff", *command, "--no-cache", "src/mla_var3/kernel"]
+        ruff = run_program(words, cwd=checkout)
         assert ruff.returncode == 0, ruff.stdout + ruff.stderr
-
-
-def test_the_script_works_on_its_own_checkout(checkout, tmp_path):
-    done = run_program(
-        [sys.executable, checkout / "scripts" / "clone-kernel.py", "flash_mla", "v990"],
-        cwd=tmp_path,
-    )
+    # The script works on its own checkout.
+    script = checkout / "scripts" / "clone-kernel.py"
+    done = run_program([sys.executable, script, "flash_mla", "v990"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = checkout / "src" / "mla_var3" / MLA / "flash_mla" / "flash_mla_v990"
-    assert str(folder) in done.stdout
-    assert (folder / "flash_mla_v990.py").is_file()
+    assert str(folder) in done.stdout and (folder / "flash_mla_v990.py").is_file()
 
 
 @pytest.mark.parametrize(("name", "language"), BASES)
@@ -125,19 +116,21 @@ def test_clones_differ_in_the_number_alone(name, language, tree):
 def test_the_names_of_the_specification(tree):
     write_clone(plan_clone("mla_var6_plus", "v2"))
     plan = plan_clone("mla_var6_plus_v2", "v5")
-    stage = plan.contents["attention_block_specialized_v5.py"]
-    assert "class CtAttentionBlockSpecializedV5(" in stage
-    assert 'def validate(self, pd: "CtAttentionBlockSpecializedV5")' in stage
-    assert "@ct.kernel\ndef attention_block_specialized_v5(" in stage
-    entry = plan.contents["mla_var6_plus_v5.py"]
-    assert entry.startswith('"""mla_var6_plus_v5: ')
+    stage, entry = (
+        plan.contents[f"{name}_v5.py"] for name in ("attention_block_specialized", "mla_var6_plus")
+    )
+    for words in ("class CtAttentionBlockSpecializedV5(",
+                  'def validate(self, pd: "CtAttentionBlockSpecializedV5")',
+                  "@ct.kernel\ndef attention_block_specialized_v5("):  # fmt: skip
+        assert words in stage
     for words in (
+        '"""mla_var6_plus_v5: ',
         "\nParent: mla_var6_plus_v2.\n",
-        "class CtMlaVar6PlusV5(",
+        "CtMlaVar6PlusV5(",
         '_name="mla_var6_plus_v5"',
         "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import",
     ):
-        assert words in entry
+        assert words in entry  # fmt: skip
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
     # An attribute of a class that kernels share keeps its name.
     source = tree / "kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py"
@@ -146,16 +139,13 @@ def test_the_names_of_the_specification(tree):
     assert "FlashMLASm90.flash_mla," in cute and "class CuteFlashMLAV5(" in cute
 
 
-@pytest.mark.parametrize(
-    ("source", "version", "error"),
-    [
-        *(("flash_mla", v, "vN with N") for v in ("", "5", "v0", "v05", "v5\n", "v5/x", "v٥")),
-        *((s, "v905", "unknown") for s in ("flash_mia", "../flash_mla", "", "flash_mla_v3")),
-    ],
-)
-def test_bad_names_are_refused(source, version, error):
-    with pytest.raises((InvalidArgumentError, UnknownNameError), match=error):
-        plan_clone(source, version)
+def test_bad_names_are_refused():
+    for version in ("", "5", "v0", "v05", "v5\n", "v5/x", "v٥"):
+        with pytest.raises(InvalidArgumentError, match="vN with N"):
+            plan_clone("flash_mla", version)
+    for source in ("flash_mia", "../flash_mla", "", "flash_mla_v3"):
+        with pytest.raises(UnknownNameError):
+            plan_clone(source, "v905")
 
 
 def test_the_command(tree, capsys):
@@ -184,13 +174,12 @@ def test_the_command(tree, capsys):
         (["flash_mla"], "required: version"),
     ):
         assert main(["clone", *argv]) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err
-        assert captured.err.count("\n") == 1 and captured.out == ""
+        out, err = capsys.readouterr()
+        assert message in err and err.count("\n") == 1 and out == ""
     assert snapshot(tree) == before
 
 
-def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(tree, monkeypatch):
+def test_what_cannot_be_cloned_leaves_nothing(tree, monkeypatch):
     plan, before = plan_clone("flash_mla", "v5"), snapshot(tree)
 
     def fail(source: Path, target: Path, **options: bool) -> None:
@@ -204,9 +193,7 @@ def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(tree, mon
     for attempt in (lambda: plan_clone("flash_mla", "v5"), lambda: write_clone(plan)):
         with pytest.raises(InvalidArgumentError, match="does not exist yet"):
             attempt()
-
-
-def test_a_source_that_does_not_compile_or_has_no_entry(tree):
+    plan.folder.rmdir()
     entry = tree / MLA / "flash_mla" / "flash_mla" / "flash_mla.py"
     entry.write_text("class CtDemo(:\n")
     with pytest.raises(InvalidArgumentError, match="modules that compile, got flash_mla.py:1"):

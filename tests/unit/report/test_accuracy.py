@@ -37,7 +37,7 @@ def test_tiles_give_what_one_softmax_gives(generator):
     assert error.lse == pytest.approx(float((found_lse - lse).abs().max()), rel=1e-9)
 
 
-def test_the_errors_are_those_of_the_formats():
+def test_the_errors_are_those_of_the_formats(generator):
     flat, peaky = (row.errors for row in measure(Latents("normal"), (300,)))
     assert list(flat) == list(CACHES)
     assert flat["bfloat16"].channels < 0.004
@@ -49,13 +49,10 @@ def test_the_errors_are_those_of_the_formats():
     saturated = measure(Latents("normal"), (300,), scale=0.001)[0].errors
     assert saturated["fp8"].output > 0.4
     assert saturated["fp8_per_token"] == flat["fp8_per_token"]
-
-
-def test_a_channel_that_is_always_zero_has_no_error(generator):
-    latent = torch.randn(64, 512, generator=generator)
+    # A channel that is always zero has no error.
+    latent, rope = (torch.randn(64, width, generator=generator) for width in (512, 64))
     latent[:, 3] = 0.0
-    given = Latents("given", latent, torch.randn(64, 64, generator=generator))
-    for row in measure(given, [64]):
+    for row in measure(Latents("given", latent, rope), [64]):
         assert all(0.0 < error.channels < 0.2 for error in row.errors.values())
 
 
@@ -71,34 +68,25 @@ def test_a_kernel_has_columns_of_its_own(generator):
     assert list(measure(narrow, (9,), kernel="torch_tiled", device="cpu")[0].errors) == list(CACHES)
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
+ONE = {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2)}
+
+
+def test_wrong_files(tmp_path):
+    for contents, message in (
         (torch.zeros(3), "latents: expected a dict with latent"),
         ({"latent": torch.zeros(3, 4)}, "latents: expected a dict with latent"),
-        ({"latent": torch.zeros(3, 4), "rope": torch.zeros(2, 4)}, "rope: expected as many tokens"),
-        ({"latent": torch.zeros(3, 4), "rope": torch.zeros(3)}, "rope: expected a matrix"),
-        (
-            {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2), "queries": torch.ones(1, 5)},
-            r"queries: expected \[rows, 6\]",
-        ),
-        (
-            {"latent": torch.ones(1, 4), "rope": torch.ones(1, 2), "queries": torch.ones(0, 6)},
-            r"queries: expected \[rows, 6\], at least one row",
-        ),
-        (
-            {"latent": torch.full((1, 4), torch.nan), "rope": torch.ones(1, 2)},
-            "latent: expected finite numbers",
-        ),
-    ],
-)
-def test_wrong_files(contents, message, tmp_path):
-    torch.save(contents, tmp_path / "latents.pt")
-    with pytest.raises(InvalidArgumentError, match=message):
-        read_latents(tmp_path / "latents.pt")
+        (ONE | {"rope": torch.zeros(2, 4)}, "rope: expected as many tokens"),
+        (ONE | {"rope": torch.zeros(3)}, "rope: expected a matrix"),
+        (ONE | {"queries": torch.ones(1, 5)}, r"queries: expected \[rows, 6\]"),
+        (ONE | {"queries": torch.ones(0, 6)}, r"queries: expected \[rows, 6\], at least one row"),
+        (ONE | {"latent": torch.full((1, 4), torch.nan)}, "latent: expected finite numbers"),
+    ):
+        torch.save(contents, tmp_path / "latents.pt")
+        with pytest.raises(InvalidArgumentError, match=message):
+            read_latents(tmp_path / "latents.pt")
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_command(tmp_path, capsys, monkeypatch, generator):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["accuracy", "--quick", "--out_dir", str(tmp_path / "made")]) == 0
     out = capsys.readouterr().out
@@ -109,19 +97,15 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert {"accuracy.json", "accuracy.md", "accuracy.svg"} <= files
     record = json.loads((tmp_path / "made" / "accuracy.json").read_text())
     assert len(record["rows"]) == 3 * 2 * 2
-
-
-def test_the_command_on_given_latents(tmp_path, capsys, generator):
+    # Given latents.
     file = tmp_path / "layer3.pt"
     # fp8_ds_mla takes multiples of 128 columns only.
     parts = {"latent": torch.randn(70, 192, generator=generator), "rope": torch.ones(70, 64)}
     torch.save(parts, file)
     assert main(["accuracy", "--latents", str(file), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["latents"], row["attention"], row["t"]) for row in rows] == [
-        ("layer3", "flat", 70),
-        ("layer3", "peaky", 70),
-    ]
+    found = [(row["latents"], row["attention"], row["t"]) for row in rows]
+    assert found == [("layer3", "flat", 70), ("layer3", "peaky", 70)]
     assert "fp8_ds_mla" not in rows[0]["errors"]
     assert main(["accuracy", "--latents", str(tmp_path / "none.pt")]) == 1
     (tmp_path / "bad.pt").write_text("no tensors")

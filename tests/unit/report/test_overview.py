@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,14 @@ class Runtime:
     """Stands for everything that takes time."""
 
     def __init__(self) -> None:
-        self.passes = True
-        self.compiles = True
+        self.passes = self.compiles = True
+        self.interrupt = False
         self.error: Exception | None = None
         self.calls: list[tuple[Any, ...]] = []
 
     def prepare(self, plan: Any, options: Any) -> Any:
+        if self.interrupt:
+            raise KeyboardInterrupt
         self.calls.append(("prepare", plan.params(), options.device))
         return SimpleNamespace(plan=plan, check=check_result(self.passes))
 
@@ -44,11 +47,9 @@ class Runtime:
         if self.error is not None:
             raise self.error
         stage = StageFigures("a_stage", None, None, 1.0, 1.0, 2.0)
+        report = partial(CompileReport, tiling={}, registers=168)
         error = None if self.compiles else "too large"
-        stage.extra["compile"] = [
-            CompileReport("a_stage", target, {}, registers=168, error=error)
-            for target in options.targets
-        ]
+        stage.extra["compile"] = [report("a_stage", each, error=error) for each in options.targets]
         return ProfileResult(plan.name, mode, stage, [stage], options.out_dir)
 
 
@@ -87,18 +88,12 @@ def test_the_report_without_a_gpu(runtime):
     assert result.folder.parent == output_root() / "overview"
     text = result.report.read_text()
     for words in (
-        "# MLA attention, end to end",
-        "| device | no GPU",
-        "| date | 20",
-        "| command | ",
-        "torch 2.",
-        "## mla_var6_plus on the CPU interpreter",
-        "| a_stage | sm_120 | 168 |",
-        "predictions, not measurements",
+        "# MLA attention, end to end", "| device | no GPU", "| date | 20", "| command | ",
+        "torch 2.", "## mla_var6_plus on the CPU interpreter", "| a_stage | sm_120 | 168 |",
+        "predictions, not measurements", "![crossover](crossover.png)",
         "### NVIDIA H200 (sm_90), steady call time by recorded rates",
         "### NVIDIA B200 (sm_100), ideal, vendor peaks",
-        "![crossover](crossover.png)",
-    ):
+    ):  # fmt: skip
         assert words in text, words
     assert {plot.name for plot in result.plots} == {"crossover.png", "crossover.svg"}
     data = data_of(result.folder)
@@ -109,20 +104,13 @@ def test_the_report_without_a_gpu(runtime):
     assert static[2]["b"] == 32 and static[3].targets == TARGETS
 
 
-def test_an_interrupted_job_leaves_no_empty_folder(runtime, tmp_path, monkeypatch):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(overview, "_cpu_check", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_overview(OverviewOptions(out_dir=tmp_path / "new"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_bad_sizes_write_nothing(runtime):
+def test_bad_sizes_and_an_interrupt_leave_no_empty_folder(runtime, tmp_path, monkeypatch):
     with pytest.raises(InvalidArgumentError, match="b: expected a positive integer"):
         run_overview(OverviewOptions(device="cpu", sizes={"b": 0}))
-    assert not output_root().exists()
+    monkeypatch.setattr(runtime, "interrupt", True)
+    with pytest.raises(KeyboardInterrupt):
+        run_overview(OverviewOptions(device="cpu", out_dir=tmp_path / "new"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -137,22 +125,19 @@ def test_bad_sizes_write_nothing(runtime):
 def test_a_failed_step_is_reported_and_the_others_run(spoil, step, reason, runtime):
     vars(runtime).update(spoil)
     result = run_overview(OverviewOptions(device="cpu"))
-    assert not result.ok
     (failed,) = [s for s in result.steps if s.status == "failed"]
-    assert failed.name == step and reason in failed.reason
+    assert failed.name == step and reason in failed.reason and not result.ok
     assert [s.name for s in result.steps] == CPU_STEPS
-    assert "**failed**: " in result.report.read_text() and reason in result.report.read_text()
-    data = data_of(result.folder)
-    assert not data["ok"]
+    text, data = result.report.read_text(), data_of(result.folder)
+    assert "**failed**: " in text and reason in text and not data["ok"]
     assert [s["status"] for s in data["steps"]].count("failed") == 1
 
 
 def test_the_main_job_on_a_gpu_shows_what_the_product_does(gpu, monkeypatch, capsys):
     """It once measured cuTile alone, the slower language."""
     times = iter(range(1, 1000))
-    monkeypatch.setattr(
-        bench_measure, "gpu_timer", lambda s: lambda run: FakeTimer(next(times))(run)
-    )
+    timer = lambda run: FakeTimer(next(times))(run)  # noqa: E731
+    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: timer)
     assert main(["run", "--device=cuda"]) == 0
     shown = capsys.readouterr().out
     (folder,) = (output_root() / "overview").iterdir()
@@ -174,24 +159,12 @@ def test_the_main_job_on_a_gpu_shows_what_the_product_does(gpu, monkeypatch, cap
     assert "- mla_attention: flash_mla (cute-dsl, kernel): fastest" in text
     assert "roofline at the vendor's peak rates" in text
     found = load_record(folder / "record.json")
-    assert found.settings["tilings"] == "tuned" and found.settings["rounds"] == 3
-    assert found.settings["seconds of tuning"] == TUNE_SECONDS
+    tuned = {"tilings": "tuned", "rounds": 3, "seconds of tuning": TUNE_SECONDS}
+    assert tuned.items() <= found.settings.items()
     assert gpu.budget == TuneBudget(6, TUNE_SECONDS)
     assert {row.problem for row in found.rows} == {PROBLEM}
-
-
-def test_the_time_of_tuning_is_an_option(gpu, capsys):
-    assert main(["run", "--device=cuda", "--tune_seconds=3"]) == 0
+    assert main(["run", "--device=cuda", "--tune_seconds=3", f"--peer_libs={folder}"]) == 0
     assert gpu.budget is not None and gpu.budget.seconds == 3
-    assert main(["run", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"for all kernels together (default: {TUNE_SECONDS:g})" in shown
-
-
-def test_peers_may_lie_in_a_folder(gpu, tmp_path, capsys):
-    assert main(["run", "--device=cuda", f"--peer_libs={tmp_path / 'none'}"]) == 2
-    assert "peer_libs: expected a folder" in capsys.readouterr().err
-    assert main(["run", "--device=cuda", f"--peer_libs={tmp_path}"]) == 0
 
 
 def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(gpu, tmp_path):
@@ -224,8 +197,8 @@ def test_the_command(runtime, tmp_path, capsys):
     argv = ["run", "--device=cpu", "--quick", f"--out_dir={folder}", "--b=8", "--s=4"]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "mla_var6_plus end to end, --device=cpu" in out
-    assert "ok in " in out and "predicted call time, s=4" in out
+    for words in ("mla_var6_plus end to end, --device=cpu", "ok in ", "predicted call time, s=4"):
+        assert words in out
     assert out.rstrip().endswith(f"report: {folder / 'report.md'}")
     assert data_of(folder)["sizes"] == {"b": 8, "s": 4, "t": 4096, "h": 128}
     prepared, static = runtime.calls

@@ -82,12 +82,9 @@ def test_sources_are_read_not_run(index, checkout, capsys):
 def test_a_path_is_in_reading_order_and_says_what_is_missing(index, checkout, capsys):
     code, out, _ = run(index, capsys, str(checkout), "--path", "B", "--json")
     answer = json.loads(out)
+    order = ["mla/mla_helpers.py", "mla/mla_decode_fp16.py", "fmha.py"]
     assert code == 0
-    assert [each["path"] for each in answer["examples"]] == [
-        "blackwell/mla/mla_helpers.py",
-        "blackwell/mla/mla_decode_fp16.py",
-        "blackwell/fmha.py",  # the names mean the Blackwell examples
-    ]
+    assert [each["path"] for each in answer["examples"]] == [f"blackwell/{name}" for name in order]
     assert answer["missing"] == ["mla/mla_decode_fp8.py"]
     out = run(index, capsys, str(checkout), "--goal", "mla-decode-fp8")[1]
     assert "not in this checkout: mla/mla_decode_fp8.py" in out

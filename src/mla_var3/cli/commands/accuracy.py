@@ -61,12 +61,11 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
         _print(rows, values["scale"], kernel)
     if folder is None:
         return 0
-    write_json(folder / "accuracy.json", record)
-    write_atomic(folder / "accuracy.md", table(*_cells(rows)) + "\n")
     written = [folder / "accuracy.json", folder / "accuracy.md"]
-    written += accuracy_plot(rows, folder / "accuracy")
-    if not values["json"]:
-        for file in written:
+    write_json(written[0], record)
+    write_atomic(written[1], table(*_cells(rows)) + "\n")
+    for file in [*written, *accuracy_plot(rows, folder / "accuracy")]:
+        if not values["json"]:
             say(f"written: {file}")
     return 0
 

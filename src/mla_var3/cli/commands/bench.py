@@ -75,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_flag("tune", "search tilings before timing")
     add(how, "peer_libs", "FOLDER", "the peers' libraries", type=Path)
     add(how, "mode", "NAME", "auto, measure or predict (default: auto)")
-    parser.add_for_device("predict for a device of the table", "predict_for")
+    parser.add_option("for_device", "NAME", "predict for a device of the table", dest="predict_for")
     add(how, "records", "FILE", "read, run nothing", type=Path, nargs="+")
     add(how, "resume", "FILE", "record of an interrupted run to continue", type=Path)
     result = parser.add_argument_group("results")
@@ -108,8 +108,8 @@ def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> i
                 raise console.UsageError(
                     f"--{option}: expected {value}, which {name} pins, or none"
                 )
-        out_dir = values.get("out_dir") or output_root() / "tests" / name / timestamp()
-        return run({**values, **fixed, "out_dir": out_dir})
+        out_dir = output_root() / "tests" / name / timestamp()
+        return run({"out_dir": out_dir, **values, **fixed})
 
     return console.guarded(action)
 
@@ -118,8 +118,7 @@ def run(values: dict[str, Any]) -> int:
     """Run a suite from parsed options; returns the exit code."""
     model = read_model(values)
     sizes = {name: values.pop(name) for name in CALL_SIZES if name in values}
-    if model:
-        sizes["h"] = (model.pop("h"),)
+    sizes |= {"h": (model.pop("h"),)} if model else {}
     if values["quick"]:
         values = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS, **values}
     with console.usage_errors():
@@ -175,15 +174,15 @@ def _start_again(record: Path) -> None:
 
 def _announce(options: BenchOptions) -> None:
     if options.records:
-        names = ", ".join(map(str, options.records))
-        console.say(f"benchmark report from {names}", "bold")
-    elif not options.measures:
+        text = f"report from {', '.join(map(str, options.records))}"
+    elif options.measures:
+        rounds = f"{options.rounds} round{'' if options.rounds == 1 else 's'}"
+        text = f"{options.suite}: check, then time {rounds}"
+    else:
         asked = options.mode == PREDICT or options.predict_for
         reason = "as asked" if asked else "no GPU here"
-        console.say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
-    else:
-        rounds = f"{options.rounds} round{'' if options.rounds == 1 else 's'}"
-        console.say(f"benchmark {options.suite}: check, then time {rounds}", "bold")
+        text = f"{options.suite}, {reason}: predictions, not measurements"
+    console.say(f"benchmark {text}", "bold")
 
 
 def _print_rows(rows: Sequence[BenchRow]) -> None:
@@ -197,11 +196,9 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
 def _print_summary(result: BenchResult) -> None:
     for doubt in doubts(result.record.rows):
         console.say(f"to be explained: {doubt}", "yellow")
-    lines = troubles(result.record)
-    if lines:
+    if lines := troubles(result.record):
         console.print_table("not taking part", ("kernel", "status", "reason"), lines)
-    regression = result.regression
-    if regression is not None:
+    if (regression := result.regression) is not None:
         if regression.verdicts:
             title = "against the earlier record"
             console.print_table(title, VERDICT_HEADERS, verdict_rows(regression))

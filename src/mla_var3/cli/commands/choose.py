@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -44,10 +45,8 @@ def add_arguments(parser: Parser) -> None:
     for name, text in _FLAGS.items():
         parser.add_flag(name, text)
     parser.add_option("kernel", "NAME", "a kernel to insist on", default="auto")
-    parser.add_for_device(
-        "device of the table to choose for (default: the GPU here, else an NVIDIA H200)",
-        "device_name",
-    )
+    text = "device of the table to choose for (default: the GPU here, else an NVIDIA H200)"
+    parser.add_option("for_device", "NAME", text, dest="device_name")
     parser.add_json()
 
 
@@ -78,17 +77,12 @@ def _print(explanation: Explanation) -> None:
     first = explanation.candidates[0]
     if first.estimate is not None and not first.fitted:
         title += f", {first.estimate.basis}"
-    rows = [
-        (
-            _name(candidate) + (" *" if candidate is first else ""),
-            microseconds(None if candidate.estimate is None else candidate.estimate.kernel_us),
-            microseconds(candidate.predicted_us),
-            microseconds(candidate.steady_us),
-            microseconds(candidate.measured_us),
-            " ".join(f"{name}={value}" for name, value in candidate.choice.items()),
-        )
-        for candidate in able
-    ]
+    rows = []
+    for each in able:
+        kernel_us = None if each.estimate is None else each.estimate.kernel_us
+        times = (kernel_us, each.predicted_us, each.steady_us, each.measured_us)
+        choice = " ".join(f"{name}={value}" for name, value in each.choice.items())
+        rows.append((_name(each) + " *" * (each is first), *map(microseconds, times), choice))
     headers = ("kernel", "kernel time", "call time", "steady", "measured", "choice")
     print_table(title, headers, rows, best=0 if able and able[0] is first else None)
     say(f"* {explanation.kernel}:{explanation.language}: {explanation.reason}")
@@ -103,23 +97,20 @@ def _name(candidate: Candidate) -> str:
 def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
     """What the times include and rest on, and why other kernels are not in the table."""
     notes = ["call time: from q_nope to the output; steady: call time at the power limit"]
-    added: dict[str, list[str]] = {}
-    sources: dict[str, list[str]] = {}
+    added, sources, refused = (defaultdict[str, list[str]](list) for _ in range(3))
     for candidate in able:
         if candidate.estimate is not None:
-            parts = ", ".join(candidate.estimate.around) or "nothing"
-            added.setdefault(parts, []).append(_name(candidate))
-            sources.setdefault(candidate.estimate.basis, []).append(_name(candidate))
+            added[", ".join(candidate.estimate.around) or "nothing"].append(_name(candidate))
+            sources[candidate.estimate.basis].append(_name(candidate))
     notes += _gains(able)
     notes += [f"adds {parts}: {', '.join(names)}" for parts, names in added.items()]
     for source, names in sources.items():
         of = f" of {', '.join(names)}" if len(sources) > 1 else ""
         notes.append(f"times{of}: {source}")
     notes += [f"measured: {c.kernel}, {c.measured.source}" for c in able if c.measured]
-    refused: dict[str, list[str]] = {}
     for candidate in explanation.candidates:
         if candidate.refusal:
-            refused.setdefault(candidate.refusal, []).append(_name(candidate))
+            refused[candidate.refusal].append(_name(candidate))
         elif candidate.missing:
             notes.append(f"{_name(candidate)}: {candidate.missing}")
         elif candidate.estimate is None:

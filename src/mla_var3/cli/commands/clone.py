@@ -53,9 +53,7 @@ def _print_next(plan: ClonePlan) -> None:
     say(f"  write the idea beside 'Parent: {plan.source.full_name}.' in {entry}")
     say("  make format    # longer names may need new line breaks")
     command = f"  python -m {design} {plan.target.version}"
-    check = f"{command} --prof_type=disabled --check"
-    if plan.target.language == DEFAULT_LANGUAGE:
-        say(check)
-    else:
+    on_cpu = plan.target.language == DEFAULT_LANGUAGE
+    if not on_cpu:
         say(f"{command} --prof_type=static    # without a GPU")
-        say(f"{check}    # with one")
+    say(f"{command} --prof_type=disabled --check{'' if on_cpu else '    # with one'}")

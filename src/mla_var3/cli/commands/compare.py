@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_sizes(note="", **unset)
     group.add_option("dtype", "NAME", "bfloat16 or float16", **unset)
     group.add_lengths(note="", **unset)
-    for name in ("language", *_RUN_OPTIONS):
-        _, text, settings = RUN_OPTIONS[name]
-        group.add_argument(f"--{name}", help=text, **settings, **unset)
+    PlanParser.add_run_options(group, ("language", *_RUN_OPTIONS))
 
 
 def compare_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -59,17 +56,14 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
         raise console.UsageError("--for_device: only together with --static")
     if values["static"] and (running := [n for n in _RUN_OPTIONS if n in values]):
         raise console.UsageError(f"--{running[0]}: not together with --static, which runs nothing")
-    kernels = [source for source in sources if not isinstance(source, Path)]
     given = [n for n in values if n not in ("static", "for_device") or values[n]]
-    if given and not kernels:
+    if given and all(isinstance(source, Path) for source in sources):
         options = ", ".join(f"--{name}" for name in given)
         raise console.UsageError(
             f"{options}: only for runs given as kernel[:version], got folders alone"
         )
     # Records first: one that cannot be read should not cost a profiling run.
-    recorded = {
-        source: comparison.load_run(source) for source in sources if isinstance(source, Path)
-    }
+    recorded = {s: comparison.load_run(s) for s in sources if isinstance(s, Path)}
     runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
     result = comparison.compare(runs, force=own["force"])
     baseline = result.runs[0]
@@ -140,9 +134,8 @@ def _profiled(request: Request) -> comparison.Run:
         )
     console.show_log()
     with console.ProgressReporter() as progress:
-        result = profile_plan(
-            request.plan, request.mode, dataclasses.replace(request.run, progress=progress)
-        )
+        request.run.progress = progress
+        result = profile_plan(request.plan, request.mode, request.run)
     if result.check is not None:
         result.check.require()
     return comparison.run_of_result(result)

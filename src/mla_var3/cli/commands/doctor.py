@@ -7,7 +7,6 @@ model's `config.json`.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,13 +28,11 @@ DRIVER = 580
 
 @dataclass(frozen=True)
 class Engine:
-    """What is known about a serving engine.
+    """A serving engine and the versions that the plug-in was written for and tested with.
 
     Attributes:
         distributions: names it is installed under.
-        oldest, newest: versions that the plug-in was written for and tested with.
-        group: entry point group of its plug-ins.
-        variable: environment variable that filters them.
+        group, variable: entry points of its plug-ins, and what filters them.
         without_mla: types of models with latent attention whose class in the engine has none.
     """
 
@@ -62,12 +59,7 @@ OWN_NAME_SINCE = (0, 32)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        verdict: "ok", "missing", "refused" or "note".
-        advice: what to do; empty where nothing.
-    """
+    """One thing that was looked at; the verdict is "ok", "missing", "refused" or "note"."""
 
     subject: str
     found: str
@@ -104,13 +96,12 @@ def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     """All findings, and a command for each engine that is installed."""
     if tp < 1:
         raise InvalidArgumentError("--tp", "a positive integer", tp)
-    findings = [*_hardware(), _compiler()]
-    commands = []
+    findings, commands, without = [*_hardware(), _compiler()], [], []
     name = "MODEL" if model is None else str(model)
-    path, config = (None, {}) if model is None else _config(model)
+    path = model / "config.json" if model is not None and model.is_dir() else model
+    config = {} if path is None else text_config(path, f"--model: {path}")
     kind = str(config.get("model_type", "unknown"))
     serving = [engine for engine, known in ENGINES.items() if kind not in known.without_mla]
-    without = []
     for engine, known in ENGINES.items():
         found = installed(*known.distributions)
         if found is None:
@@ -142,8 +133,7 @@ def _hardware() -> list[Finding]:
     found = f"{gpu['name']}, compute capability {capability}"
     advice = "" if hopper else "the kernel runs on Hopper (sm_90) only: use the engine's own"
     findings = [Finding("GPU", found, "ok" if hopper else "refused", advice)]
-    driver = gpu.get("driver")
-    if driver is not None:
+    if (driver := gpu.get("driver")) is not None:
         old = version_numbers(driver) < (DRIVER,)
         advice = f"engines with CUDA 13 need r{DRIVER} or newer" if old else ""
         findings.append(Finding("driver", str(driver), "note" if old else "ok", advice))
@@ -169,20 +159,16 @@ def _engine(name: str, engine: Engine, found: str) -> list[Finding]:
         verdict, advice = "refused", f"the plug-in is for {span}"
     elif version[: len(engine.newest)] > engine.newest:
         verdict, advice = "note", f"newer than what the plug-in was tested with ({span})"
-    findings = [Finding(name, found, verdict, advice)]
     entries = importlib.metadata.entry_points(group=engine.group)
+    allowed = os.environ.get(engine.variable, PLUGIN)
+    plugin = ("entry point found", "ok", "")
     if PLUGIN not in {entry.name for entry in entries}:
-        advice = f"install hyper-mla into the environment of {name}"
-        findings.append(Finding(f"{name} plug-in", "no entry point", "missing", advice))
-        return findings
-    allowed = os.environ.get(engine.variable)
-    if allowed is not None and PLUGIN not in [entry.strip() for entry in allowed.split(",")]:
-        advice = f"add {PLUGIN} to {engine.variable}, or unset it"
-        found = f"left out by {engine.variable}={allowed}"
-        findings.append(Finding(f"{name} plug-in", found, "refused", advice))
-    else:
-        findings.append(Finding(f"{name} plug-in", "entry point found", "ok"))
-    return findings
+        hint = f"install hyper-mla into the environment of {name}"
+        plugin = ("no entry point", "missing", hint)
+    elif PLUGIN not in [entry.strip() for entry in allowed.split(",")]:
+        hint = f"add {PLUGIN} to {engine.variable}, or unset it"
+        plugin = (f"left out by {engine.variable}={allowed}", "refused", hint)
+    return [Finding(name, found, verdict, advice), Finding(f"{name} plug-in", *plugin)]
 
 
 def _command(engine: str, version: str, model: str, tp: int) -> str:
@@ -193,20 +179,6 @@ def _command(engine: str, version: str, model: str, tp: int) -> str:
     parallel = f" --tp {tp}" if tp > 1 else ""
     launch = f"python -m sglang.launch_server --model-path {model}"
     return f"{launch} --attention-backend {PLUGIN}{parallel}"
-
-
-def _config(folder: Path) -> tuple[Path, Any]:
-    """The file of a model's configuration, and what it says of the language model."""
-    path = folder / "config.json" if folder.is_dir() else folder
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
-        got = f"{path} ({cause})"
-        raise InvalidArgumentError("--model", "a folder with config.json", got) from error
-    if not isinstance(config, dict):
-        raise InvalidArgumentError("--model", "a config.json with an object", repr(config)[:80])
-    return path, text_config(config)
 
 
 def _model(path: Path, config: Any, kind: str, tp: int) -> list[Finding]:
@@ -226,8 +198,7 @@ def _model(path: Path, config: Any, kind: str, tp: int) -> list[Finding]:
     if heads % tp:
         raise InvalidArgumentError("--tp", f"a divisor of the model's {heads} heads", tp)
     findings = [Finding("model", f"{found}, {heads // tp} heads per GPU", "ok")]
-    drafts = config.get("num_nextn_predict_layers")
-    if drafts:
+    if drafts := config.get("num_nextn_predict_layers"):
         advice = 'drafts: --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
         findings.append(Finding("MTP layers", str(drafts), "note", f"{advice} (vLLM)"))
     return findings

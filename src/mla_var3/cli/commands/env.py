@@ -45,17 +45,16 @@ PACKAGES = {
 
 def env_facts() -> dict[str, Any]:
     """What the command prints, JSON-ready."""
-    here = environment()
+    here, tools, packages = environment(), {}, {}
+    for name, (purpose, hint) in TOOLS.items():
+        path = find_tool(name) or shutil.which(name)
+        tools[name] = {"path": path, "for": purpose, "install": hint}
+    for name, (purpose, hint) in PACKAGES.items():
+        packages[name] = {"version": installed(name), "for": purpose, "install": hint}
     return {
         **here,
-        "tools": {
-            name: {"path": find_tool(name) or shutil.which(name), "for": purpose, "install": hint}
-            for name, (purpose, hint) in TOOLS.items()
-        },
-        "packages": {
-            name: {"version": installed(name), "for": purpose, "install": hint}
-            for name, (purpose, hint) in PACKAGES.items()
-        },
+        "tools": tools,
+        "packages": packages,
         "folders": {"out": str(output_root().resolve()), "cache": str(cache_root().resolve())},
         "devices": {spec.name: _device_facts(spec) for spec in load_devices().values()},
         "this_device_known": _known(here["gpu"]),
@@ -66,10 +65,9 @@ def env_facts() -> dict[str, Any]:
 def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
     """The driver with which cuTile kernels can be profiled, and whether this machine has it."""
     found = (gpu or {}).get("driver")
-    fits = None if not found else version_numbers(found) >= version_numbers(CUTILE_DRIVER)
-    remark = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
-    if fits:
-        remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})"
+    fits = version_numbers(found) >= version_numbers(CUTILE_DRIVER) if found else None
+    needed = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
+    remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})" if fits else needed
     return {"cutile": CUTILE_DRIVER, "found": found, "sufficient": fits, "remark": remark}
 
 
@@ -100,30 +98,24 @@ def env_command(parser: Parser, argv: Sequence[str]) -> int:
         for name, entry in facts[kind].items()
     ]
     print_table("programs and packages", ("needed", "for", "found"), found)
-    devices = [
-        (
-            name,
-            device["target"],
-            f"{device['tflops']:g}",
-            f"{device['gbps']:g}",
-            device["sm_count"],
-            "burst, measured" if device["burst"] else "vendor peaks",
-        )
-        for name, device in facts["devices"].items()
-    ]
+    devices = []
+    for name, device in facts["devices"].items():
+        rates = f"{device['tflops']:g}", f"{device['gbps']:g}"
+        kind = "burst, measured" if device["burst"] else "vendor peaks"
+        devices.append((name, device["target"], *rates, device["sm_count"], kind))
     headers = ("device", "target", "bf16 TFLOP/s", "GB/s", "SMs", "rates")
     print_table("devices in the table", headers, devices)
     return 0
 
 
 def _print_gpu(facts: dict[str, Any]) -> None:
-    gpu = facts["gpu"]
+    gpu, remark = facts["gpu"], facts["driver_requirement"]["remark"]
     if gpu is None:
         say("GPU:      none usable; kernels run in the CPU interpreter and compile for all targets")
-        say(f"driver:   none; {facts['driver_requirement']['remark']}")
+        say(f"driver:   none; {remark}")
         return
     say(f"GPU:      {gpu['name']}, compute capability {gpu['compute_capability']}")
-    say(f"driver:   {gpu.get('driver') or 'unknown'}, {facts['driver_requirement']['remark']}")
+    say(f"driver:   {gpu.get('driver') or 'unknown'}, {remark}")
     if facts["this_device_known"] is not True:
         say(f"warning:  {facts['this_device_known']}", "yellow")
 
@@ -140,12 +132,8 @@ def _known(gpu: dict[str, Any] | None) -> bool | str | None:
 
 
 def _device_facts(spec: DeviceSpec) -> dict[str, Any]:
-    return {
-        "target": spec.target,
-        "tflops": spec.burst_tflops("bfloat16"),
-        "gbps": spec.burst_gbps,
-        "sm_count": spec.sm_count,
-        "burst": spec.has_burst,
-        "origin": spec.origin,
-        "values": {key: asdict(value) for key, value in spec.values.items()},
-    }
+    tflops, gbps = spec.burst_rates("bfloat16")
+    rates = {"tflops": tflops, "gbps": gbps, "burst": spec.has_burst}
+    values = {key: asdict(value) for key, value in spec.values.items()}
+    what = {"target": spec.target, "sm_count": spec.sm_count, "origin": spec.origin}
+    return {**what, **rates, "values": values}

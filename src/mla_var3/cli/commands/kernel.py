@@ -5,29 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import mla_var3
 from mla_var3.cli import console
 from mla_var3.cli.arguments import Parser, leading_words, take_kernel
 from mla_var3.cli.options import PlanParser, Request
 from mla_var3.errors import UnknownNameError, UnsupportedError
-from mla_var3.runtime import paths
+from mla_var3.runtime import paths, workflow
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, default_mode, profile_plan
 from mla_var3.runtime.profiling.figures import compile_reports
 from mla_var3.runtime.stage import require_valid
-from mla_var3.runtime.workflow import (
-    RunOptions,
-    cuda_available,
-    empty_stage,
-    pick_device,
-    prepare,
-    require_memory,
-)
+from mla_var3.runtime.workflow import RunOptions, cuda_available, empty_stage, pick_device, prepare
 
 CPU_CHECK_FLOPS = 3e9
 """Largest problem that the default check hands to the interpreter: some ten seconds of work."""
@@ -48,12 +43,7 @@ def main_for_design(package: str, argv: Sequence[str] | None = None) -> int:
 
 def run_plan(plan: KernelPlan, argv: Sequence[str] | None = None) -> int:
     """The command line of one plan, whose values are the defaults; returns the exit code."""
-
-    def run() -> int:
-        importable = _importable(plan)
-        return _run(importable, _arguments(argv), importable.name)
-
-    return console.guarded(run)
+    return console.guarded(lambda: _run(_importable(plan), _arguments(argv)))
 
 
 def _arguments(argv: Sequence[str] | None) -> list[str]:
@@ -66,14 +56,10 @@ def _main(argv: list[str]) -> int:
     if kernel is not None:
         return run_kernel(kernel, rest, f"{prog} {kernel.full_name}")
     kernels = sorted({k.full_name for k in paths.discover_kernels()})
-    parser = Parser(
-        prog=prog,
-        usage=f"{prog} <kernel> [<version>] [options]",
-        description="Tune, check and profile a kernel; <kernel> --help lists its options.",
-        epilog="kernels: " + ", ".join(kernels),
-    )
+    text = "Tune, check and profile a kernel; <kernel> --help lists its options."
+    usage, known = f"{prog} <kernel> [<version>] [options]", f"kernels: {', '.join(kernels)}"
     if rest:
-        parser.parse(rest)
+        Parser(prog=prog, usage=usage, description=text, epilog=known).parse(rest)
     raise console.UsageError(f"kernel: expected one of {', '.join(kernels)}, got none")
 
 
@@ -96,10 +82,14 @@ def _importable(plan: KernelPlan) -> KernelPlan:
 
     A kernel file that is run itself is the module `__main__`, which has no kernel id.
     """
-    module = sys.modules.get("__main__")
-    if type(plan).__module__ != "__main__" or module is None:
+    if type(plan).__module__ != "__main__":
         return plan
-    name = module.__spec__.name if module.__spec__ else _module_of(getattr(module, "__file__", ""))
+    module = sys.modules["__main__"]
+    if module.__spec__ is not None:
+        name = module.__spec__.name
+    else:
+        root, file = Path(mla_var3.__path__[0]).parent, Path(getattr(module, "__file__", ""))
+        name = ".".join(Path(os.path.relpath(file.resolve(), root.resolve())).with_suffix("").parts)
     if paths.kernel_id_of_module(name) is None:
         return plan
     imported: type[KernelPlan] = getattr(importlib.import_module(name), type(plan).__name__)
@@ -110,20 +100,10 @@ def _importable(plan: KernelPlan) -> KernelPlan:
     return imported(**fields)
 
 
-def _module_of(file: str) -> str:
-    import mla_var3
-
-    root = Path(mla_var3.__path__[0]).parent.resolve()
-    path = Path(file).resolve()
-    if not path.is_relative_to(root):
-        return ""
-    return ".".join(path.relative_to(root).with_suffix("").parts)
-
-
-def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
+def _run(plan: KernelPlan, argv: list[str], prog: str = "") -> int:
     module = sys.modules.get(type(plan).__module__)
     contract = inspect.cleandoc((module and module.__doc__) or type(plan).__doc__ or "")
-    parser = PlanParser(plan, prog, contract.split("\n\n")[0])
+    parser = PlanParser(plan, prog or plan.name, contract.split("\n\n")[0])
     with console.usage_errors():
         values = parser.parse(argv)
         language = plan.kernel_id.language
@@ -140,13 +120,9 @@ def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
 
 @dataclass(frozen=True)
 class Route:
-    """How this machine serves a request.
+    """How this machine serves a request: `on_cpu` in the interpreter, the check beside the mode.
 
-    Attributes:
-        on_cpu: whether kernels run, if at all, in the interpreter.
-        check: whether the check runs beside the mode, on the CPU.
-        may_shrink: whether a problem too large for the interpreter may be run at smaller sizes.
-        message: what to tell the user about the choice.
+    `may_shrink`: a problem too large for the interpreter may be run at smaller sizes.
     """
 
     mode: NsightProfType
@@ -157,11 +133,7 @@ class Route:
 
 
 def choose_route(request: Request, has_gpu: bool) -> Route:
-    """Decide how to serve a request; never falls back from what was asked for explicitly.
-
-    Raises:
-        UsageError: options that contradict each other.
-    """
+    """Decide how to serve a request; never falls back from what was asked for explicitly."""
     device, static = request.run.device, NsightProfType.STATIC
     on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
     compile_only = "target" in request.given
@@ -183,14 +155,10 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     interpreted = not on_cpu or runs_on_cpu(request.plan)
     if not interpreted:
         _require_nothing_to_run(request, mode, by_default)
-    message = ""
-    if by_default:
-        reason = "--device=cpu" if device == "cpu" else "no GPU here"
-        message = f"{reason}: static mode (compile report + prediction)" + (
-            " and the check on the CPU interpreter"
-            if interpreted
-            else "; the check needs a GPU, because this language has no interpreter"
-        )
+    reason = "--device=cpu" if device == "cpu" else "no GPU here"
+    more = "; the check needs a GPU, because this language has no interpreter"
+    more = " and the check on the CPU interpreter" if interpreted else more
+    message = f"{reason}: static mode (compile report + prediction){more}" if by_default else ""
     explicit = device == "cpu" and (request.run.check or request.mode is not None)
     return Route(
         mode=mode,
@@ -218,14 +186,13 @@ def runs_on_cpu(plan: KernelPlan) -> bool:
 
 def _require_nothing_to_run(request: Request, mode: NsightProfType, by_default: bool) -> None:
     """Refuse a request to run, on the CPU, kernels that run on GPUs only."""
-    asked = None
     if request.run.check:
         asked = "--check"
     elif mode is NsightProfType.DISABLED:
         asked = f"--prof_type={mode.value}"
     elif by_default and request.run.device == "cpu":
         asked = "--device=cpu"
-    if asked is None:
+    else:
         return
     kernel = request.plan.kernel_id
     others = {k.language for k in paths.discover_kernels() if k.design == kernel.design}
@@ -251,7 +218,7 @@ def execute(request: Request) -> int:
     static = route.mode is NsightProfType.STATIC
     if route.check and not route.may_shrink:
         # Before minutes of compiling, not after them.
-        require_memory(plan, empty_stage(plan), "cpu" if route.on_cpu else "cuda")
+        workflow.require_memory(plan, empty_stage(plan), "cpu" if route.on_cpu else "cuda")
     if request.tilings_chosen:
         for kernel in empty_stage(plan).kernels():
             require_valid(kernel.tiling, kernel.plan)
@@ -265,8 +232,8 @@ def execute(request: Request) -> int:
     check = result.check
     if route.check:
         plan = checkable(plan) if route.may_shrink else plan
+        device = "cpu" if route.on_cpu else run.device
         with console.ProgressReporter() as progress:
-            device = "cpu" if route.on_cpu else run.device
             options = RunOptions(device=device, autotune=False, check=True, progress=progress)
             prepared = prepare(plan, options)
         plan, check = prepared.plan, prepared.check

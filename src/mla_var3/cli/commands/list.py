@@ -48,32 +48,19 @@ def inventory() -> list[dict[str, Any]]:
         distribution = paths.LANGUAGE_DISTRIBUTIONS[kernel.language]
         extra = paths.LANGUAGE_EXTRAS[kernel.language]
         missing = "" if installed(distribution) else f'pip install "hyper-mla[{extra}]"'
+        gpu_reason = no_gpu if gpu is None else ""
         if missing:
             gpu_reason = f"{distribution} is not installed: {missing}"
-        elif gpu is None:
-            gpu_reason = no_gpu
-        elif gpu.target not in targets:
+        elif gpu is not None and gpu.target not in targets:
             gpu_reason = f"made for {', '.join(targets)}, this GPU is {gpu.target}"
-        else:
-            gpu_reason = ""
         cpu = not missing and kernel.language == "cutile-dsl"
-        rows.append(
-            {
-                "kernel": kernel.design,
-                "version": kernel.version,
-                "full_name": kernel.full_name,
-                "language": kernel.language,
-                "layer": kernel.layer,
-                "targets": list(targets),
-                "module": kernel.module,
-                "gpu": {"runs": not gpu_reason, "reason": gpu_reason or None},
-                "cpu": {
-                    "runs": cpu,
-                    "reason": None if cpu else missing or "only cutile-dsl has an interpreter",
-                },
-                "compiles": not missing,
-            }
-        )
+        cpu_reason = None if cpu else missing or "only cutile-dsl has an interpreter"
+        names = ("version", "full_name", "language", "layer", "module")
+        row = {"kernel": kernel.design, **{name: getattr(kernel, name) for name in names}}
+        row |= {"targets": list(targets), "compiles": not missing}
+        row["gpu"] = {"runs": not gpu_reason, "reason": gpu_reason or None}
+        row["cpu"] = {"runs": cpu, "reason": cpu_reason}
+        rows.append(row)
     return rows
 
 
@@ -90,19 +77,11 @@ def list_command(parser: Parser, argv: Sequence[str]) -> int:
         print_json(rows)
         return 0
     gpu, no_gpu = find_gpu()
-
-    def yes(value: bool) -> str:
-        return "yes" if value else "no"
-
-    cells = [
-        (
-            row["full_name"],
-            row["language"],
-            " ".join(row["targets"]),
-            *(yes(value) for value in (row["gpu"]["runs"], row["cpu"]["runs"], row["compiles"])),
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        serves = (row["gpu"]["runs"], row["cpu"]["runs"], row["compiles"])
+        names = (row["full_name"], row["language"], " ".join(row["targets"]))
+        cells.append((*names, *("yes" if value else "no" for value in serves)))
     headers = ("kernel", "language", "targets", "GPU", "CPU", "compiles")
     print_table("kernels", headers, cells)
     say("GPU, CPU, compiles: whether it runs and compiles on this machine")

@@ -45,10 +45,8 @@ def _started(step: overview.Step) -> None:
 
 
 def _ended(step: overview.Step) -> None:
-    console.say(
-        f"  {step.status} in {step.seconds:.1f} s: {step.reason or step.summary}",
-        _STYLES[step.status],
-    )
+    text = f"  {step.status} in {step.seconds:.1f} s: {step.reason or step.summary}"
+    console.say(text, _STYLES[step.status])
     sys.stdout.flush()
 
 
@@ -71,9 +69,8 @@ def _print_summary(result: overview.OverviewResult) -> None:
             elif row.note and row.source == OURS:
                 console.say(f"{row.label}: {row.note}")
     if result.compiled:
-        console.print_table(
-            "compiled", figures.COMPILE_HEADERS, figures.compile_rows(result.compiled)
-        )
+        rows = figures.compile_rows(result.compiled)
+        console.print_table("compiled", figures.COMPILE_HEADERS, rows)
     if result.sweeps:
         _print_predictions(result)
     console.print_table("summary", overview.SUMMARY_HEADERS, overview.summary_rows(result.steps))
@@ -87,16 +84,10 @@ def _print_predictions(result: overview.OverviewResult) -> None:
     first = result.sweeps[0]
     s = first.problem.s
     index = first.s_values.index(s)
-    rows = [
-        (
-            entry.device.removeprefix("NVIDIA "),
-            entry.heading,
-            *(microseconds(values[index].advised_us) for values in entry.predictions.values()),
-            entry.fastest(index) or "not ranked",
-        )
-        for entry in result.sweeps
-    ]
-    headers = ("device", "times", *first.predictions, "fastest")
-    console.print_table(
-        f"predicted call time, s={s} (predictions, not measurements)", headers, rows
-    )
+    rows = []
+    for entry in result.sweeps:
+        times = [microseconds(each[index].advised_us) for each in entry.predictions.values()]
+        fastest = entry.fastest(index) or "not ranked"
+        rows.append((entry.spec.name.removeprefix("NVIDIA "), entry.heading, *times, fastest))
+    title = f"predicted call time, s={s} (predictions, not measurements)"
+    console.print_table(title, ("device", "times", *first.predictions, "fastest"), rows)

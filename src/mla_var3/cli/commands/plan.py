@@ -9,49 +9,29 @@ call time where it is known; a device on which no kernel was timed gets ideal ti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import (
-    CALL_SIZES,
-    Parser,
-    ValueType,
-    read_lengths,
-    read_problem,
-    sizes_text,
-    width_notes,
-)
+from mla_var3.cli import arguments
+from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, sizes_text
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
-from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT as LATENT_WIDTH
-from mla_var3.kernel.cute_python.mla.hopper.constants import ROPE as ROPE_WIDTH
+from mla_var3.kernel.cute_python.mla.hopper import constants
+from mla_var3.op.mla.model import window_plan
 from mla_var3.op.mla.model.designs import WINDOW_STEP, estimate
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
 from mla_var3.op.mla.model.prefix_plan import COPIED, DECOMPRESSED, LATENT, PrefixPlan, plan_prefix
-from mla_var3.op.mla.model.times import IDEAL
-from mla_var3.op.mla.model.window_plan import (
-    PlanPoint,
-    WindowPlan,
-    parse_bytes,
-    plan_curve,
-    plan_window,
-)
+from mla_var3.op.mla.model.times import IDEAL, Estimate
+from mla_var3.op.mla.model.window_plan import PlanPoint, WindowPlan, plan_curve, plan_window
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
 from mla_var3.op.mla.problem import DTYPES, SIZE_NAMES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
-from mla_var3.runtime.markdown import (
-    byte_count,
-    front_matter,
-    microseconds,
-    number,
-    table,
-    write_json,
-)
+from mla_var3.runtime import markdown
+from mla_var3.runtime.markdown import byte_count, microseconds
 from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
 from mla_var3.runtime.workflow import planning_device
 
@@ -102,10 +82,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_option("prefix", "N", text, type=number)
     text = "groups of requests, each with a prefix of its own"
     parser.add_option("groups", "N", text, type=number, default=1)
-    parser.add_for_device(
-        "device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
-        "device_name",
-    )
+    text = "device of the table to plan for (default: the GPU here, else an NVIDIA H200)"
+    parser.add_option("for_device", "NAME", text, dest="device_name")
     text = "fitted parameters (default: those that ship for the device, else its table entry)"
     parser.add_option("parameters", "FILE", text, type=Path)
     parser.add_json()
@@ -115,7 +93,7 @@ def add_arguments(parser: Parser) -> None:
 
 def _budget(text: str, spec: DeviceSpec) -> int:
     """The bytes that an option gives, at most the memory of the device."""
-    budget = parse_bytes(text)
+    budget = window_plan.parse_bytes(text)
     memory = int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else budget
     if budget > memory:
         expected = f"at most {memory} bytes, the memory of {spec.name}"
@@ -134,12 +112,8 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     if values["prefix"] is None and values["groups"] != 1:
         raise InvalidArgumentError("groups", "1 without --prefix", values["groups"])
     if values["prefix"] is not None:
-        given = {
-            "dtype": values["dtype"] == FP8.name,
-            "window_dtype": form is FP8,
-            "parameters": values["parameters"],
-        }
-        for name, used in given.items():
+        in_8_bits = "dtype" if values["dtype"] == FP8.name else "window_dtype"
+        for name, used in ((in_8_bits, form is FP8), ("parameters", values["parameters"])):
             if used:
                 raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
@@ -171,58 +145,49 @@ def _print_prefix(plan: PrefixPlan) -> None:
     shared, heading = plan.shared, "predicted" if plan.fitted else IDEAL
     groups = f" groups={shared.groups}" if shared.groups > 1 else ""
     title = f"{heading} for {plan.device}, {_sizes(shared.problem)} prefix={shared.prefix}{groups}"
-    rows = [
-        (
-            way.name,
-            f"{way.estimate.kernel}:{way.estimate.language}",
-            byte_count(way.copy_bytes) if way.copy_bytes else None,
-            microseconds(way.estimate.kernel_us),
-            microseconds(way.estimate.call_us),
-            microseconds(way.estimate.steady_call_us),
-            f"{plan.gain(way):.2f}x",
-            ("chosen" if plan.fitted else "least")
-            if way is plan.chosen
-            else ("" if plan.fits(way) else "over budget"),
-        )
-        for way in plan.ways
-    ]
+    rows = []
+    for way in plan.ways:
+        kernel = f"{way.estimate.kernel}:{way.estimate.language}"
+        copies = byte_count(way.copy_bytes) if way.copy_bytes else None
+        remark = "" if plan.fits(way) else "over budget"
+        if way is plan.chosen:
+            remark = "chosen" if plan.fitted else "least"
+        ratio = f"{plan.gain(way):.2f}x"
+        rows.append((way.name, kernel, copies, *_times(way.estimate), ratio, remark))
     headers = ("prefix", "kernel", "copies", "kernel time", "call time", "steady", "gain", "")
     print_table(title, headers, rows)
+    text = f"no advice: no kernel was timed on {plan.device}"
     if plan.fitted:
-        time_us = microseconds(plan.chosen.estimate.advised_us)
-        text = f"{_WAYS[plan.chosen.name]}: {time_us} per layer, {plan.gain(plan.chosen):.2f}x as "
-        say(f"{text}fast as with a copy per request", "bold")
-    else:
-        say(f"no advice: no kernel was timed on {plan.device}", "bold")
+        time_us, gain = microseconds(plan.chosen.estimate.advised_us), plan.gain(plan.chosen)
+        text = (
+            f"{_WAYS[plan.chosen.name]}: {time_us} per layer, {gain:.2f}x as fast as with a copy "
+        )
+        text += "per request"
+    say(text, "bold")
     say(_PREDICTED)
 
 
 def write_plan(plan: WindowPlan | PrefixPlan, folder: Path) -> list[Path]:
     """Write the plan as JSON; of a window also a page and plots of time against n and memory."""
-    from mla_var3.report.plots import line_plot
+    from mla_var3.bench.plots import line_plot
 
     record, page = folder / "plan.json", folder / "plan.md"
-    write_json(record, plan.to_dict())
+    markdown.write_json(record, plan.to_dict())
     if isinstance(plan, PrefixPlan):
         return [record]
-    curves = _curves(plan)
-    axes = {
-        "n": "decompressed tokens per request, n",
-        "memory": "decompressed keys and values of a layer, GiB",
+    axes: dict[str, tuple[str, Callable[[PlanPoint], float]]] = {
+        "n": ("decompressed tokens per request, n", lambda point: point.n),
+        "memory": (
+            "decompressed keys and values of a layer, GiB",
+            lambda point: point.window_bytes / 2**30,
+        ),
     }
-    plots = []
-    for name, label in axes.items():
-        series = {
-            key: [(p.n if name == "n" else p.window_bytes / 2**30, p.advised_us) for p in points]
-            for key, points in curves.items()
-        }
-        plots += line_plot(
-            series,
-            folder / f"time-against-{name}",
-            title=f"{_heading(plan)}, {_sizes(plan.problem)}",
-            x_label=label,
-            y_label=f"{_kind(plan)} call time of a layer, µs",
-        )
+    title = f"{_heading(plan)}, {_sizes(plan.problem)}"
+    labels: dict[str, Any] = {"title": title, "y_label": f"{_kind(plan)} call time of a layer, µs"}
+    plots, curves = [], _curves(plan).items()
+    for name, (label, x) in axes.items():
+        series = {key: [(x(p), p.advised_us) for p in points] for key, points in curves}
+        plots += line_plot(series, folder / f"time-against-{name}", x_label=label, **labels)
     write_atomic(page, _page(plan))
     return [record, page, *plots]
 
@@ -240,16 +205,12 @@ def summary(plan: WindowPlan) -> str:
     if chosen.n == 0:
         text = f"keep nothing decompressed: {time_us} {kind} call time per layer"
     else:
-        text = (
-            f"keep n={chosen.n} tokens per request decompressed, {byte_count(chosen.window_bytes)} "
-            f"per layer: {time_us} {kind} call time per layer, "
-            f"{none.advised_us / chosen.advised_us:.2f}x as fast as with none"
-        )
+        window, gain = byte_count(chosen.window_bytes), none.advised_us / chosen.advised_us
+        text = f"keep n={chosen.n} tokens per request decompressed, {window} per layer: {time_us} "
+        text += f"{kind} call time per layer, {gain:.2f}x as fast as with none"
     if best.n > chosen.n:
-        text += (
-            f"; {byte_count(best.window_bytes)} per layer would allow n={best.n} and "
-            f"{microseconds(best.advised_us)}"
-        )
+        window, time_us = byte_count(best.window_bytes), microseconds(best.advised_us)
+        text += f"; {window} per layer would allow n={best.n} and {time_us}"
     elif chosen.window_bytes < plan.layer_budget_bytes:
         text += "; more memory would not help"
     return text
@@ -273,13 +234,11 @@ def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
     if window_dtype not in (None, FP8.name):
         raise InvalidArgumentError("window_dtype", FP8.name, repr(window_dtype))
     form = FP8 if FP8.name in (dtype, window_dtype) else PLAIN
-    read_problem(values)
-    problem = MlaProblem(
-        **{name: values[name] for name in SIZE_NAMES if name in values},
-        dtype=DTYPES[0] if dtype == FP8.name else dtype,
-        lengths=read_lengths(values["lengths"], values["b"], values["t"]),
-    )
-    return problem, form
+    arguments.read_problem(values)
+    sizes = {name: values[name] for name in SIZE_NAMES if name in values}
+    lengths = arguments.read_lengths(values["lengths"], values["b"], values["t"])
+    dtype = DTYPES[0] if dtype == FP8.name else dtype
+    return MlaProblem(**sizes, dtype=dtype, lengths=lengths), form
 
 
 def _print(plan: WindowPlan) -> None:
@@ -292,7 +251,7 @@ def _print(plan: WindowPlan) -> None:
             f"{microseconds(plan.chosen.advised_us * plan.layers)}"
         )
     say("")
-    for text in (*width_notes(plan.problem), *_eight_bit_notes(plan)):
+    for text in (*arguments.width_notes(plan.problem), *_eight_bit_notes(plan)):
         say(text)
     print_table("parameters", _PARAMETER_HEADERS, _parameter_rows(plan))
     say(f"{_PREDICTED} {_trust(plan.model.parameters)}")
@@ -303,44 +262,36 @@ def _eight_bit_notes(plan: WindowPlan) -> list[str]:
     from mla_var3.attention.request.shape import CallShape
 
     problem, spec = plan.problem, device_spec(plan.model.parameters.device)
-    if (problem.k, problem.p) != (LATENT_WIDTH, ROPE_WIDTH):
+    if (problem.k, problem.p) != (constants.LATENT, constants.ROPE):
         return []
     times = []
-    for name in FP8_FORMATS:
+    for name in constants.FP8_FORMATS:
         sizes = {size: getattr(problem, size) for size in SIZE_NAMES}
         work = replace(CallShape(**sizes, cache_dtype=name).workload(), problem=problem)
         found = estimate("flash_mla", work, spec, "cute-dsl")
         if found is not None and found.fitted:
             times.append(f"{microseconds(found.call_us)} with {name}")
-    if not times:
-        return []
-    return [f"8-bit latent cache without a window, flash_mla, burst call time: {', '.join(times)}"]
+    text = f"8-bit latent cache without a window, flash_mla, burst call time: {', '.join(times)}"
+    return [text] if times else []
 
 
 def _page(plan: WindowPlan) -> str:
     parameters = plan.model.parameters
-    head = {
-        "kind": "plan",
-        "predicted": True,
-        "device": parameters.device,
-        "fitted": parameters.fitted,
-        "n": plan.chosen.n,
-    }
+    head = {"kind": "plan", "predicted": True, "device": parameters.device}
+    head |= {"fitted": parameters.fitted, "n": plan.chosen.n}
     sentence = summary(plan)
-    return "\n".join(
-        [
-            front_matter(head),
-            f"# Decompressed window, {_sizes(plan.problem)}\n",
-            f"{parameters.device}, {_window(plan)}. {_PREDICTED}\n",
-            f"{sentence[0].upper()}{sentence[1:]}.\n",
-            table([*_HEADERS[:-1], "choice"], _rows(plan)),
-            "![time against n](time-against-n.png)\n",
-            "![time against memory](time-against-memory.png)\n",
-            "## Parameters\n",
-            f"{_trust(parameters)}\n",
-            table(_PARAMETER_HEADERS, _parameter_rows(plan)),
-        ]
-    )
+    parts = [
+        markdown.front_matter(head),
+        f"# Decompressed window, {_sizes(plan.problem)}\n",
+        f"{parameters.device}, {_window(plan)}. {_PREDICTED}\n",
+        f"{sentence[0].upper()}{sentence[1:]}.\n",
+        markdown.table([*_HEADERS[:-1], "choice"], _rows(plan)),
+        "![time against n](time-against-n.png)\n",
+        "![time against memory](time-against-memory.png)\n",
+        f"## Parameters\n\n{_trust(parameters)}\n",
+        markdown.table(_PARAMETER_HEADERS, _parameter_rows(plan)),
+    ]
+    return "\n".join(parts)
 
 
 def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
@@ -348,30 +299,22 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
     keep = {0, plan.chosen.n, plan.unlimited.n, plan.curve[-1].n}
     step = math.ceil(len(plan.curve) / _MOST_ROWS)
     keep |= {point.n for point in plan.curve[::step]}
-    return [
-        (
-            point.n,
-            byte_count(point.window_bytes),
-            byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None,
-            point.sms,
-            microseconds(point.estimate.kernel_us),
-            microseconds(point.estimate.call_us),
-            microseconds(point.estimate.steady_call_us),
-            _WAITS[point.bound],
-            None if point.joules is None else f"{number(point.joules)} J",
-            _remark(plan, point),
-        )
-        for point in plan.curve
-        if point.n in keep
-    ]
+    rows: list[tuple[object, ...]] = []
+    for point in (point for point in plan.curve if point.n in keep):
+        window = byte_count(point.window_bytes)
+        layers = byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None
+        energy = None if point.joules is None else f"{markdown.number(point.joules)} J"
+        remark = "over budget" if point.window_bytes > plan.layer_budget_bytes else ""
+        remark = "best of all" if point.n == plan.unlimited.n else remark
+        if point.n == plan.chosen.n:
+            remark = "chosen" if plan.fitted else "least"
+        times, waits = _times(point.estimate), _WAITS[point.bound]
+        rows.append((point.n, window, layers, point.sms, *times, waits, energy, remark))
+    return rows
 
 
-def _remark(plan: WindowPlan, point: PlanPoint) -> str:
-    if point.n == plan.chosen.n:
-        return "chosen" if plan.fitted else "least"
-    if point.n == plan.unlimited.n:
-        return "best of all"
-    return "over budget" if point.window_bytes > plan.layer_budget_bytes else ""
+def _times(found: Estimate) -> tuple[str, ...]:
+    return tuple(map(microseconds, (found.kernel_us, found.call_us, found.steady_call_us)))
 
 
 def _parameter_rows(plan: WindowPlan) -> list[tuple[str, str, str, str]]:

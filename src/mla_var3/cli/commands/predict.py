@@ -18,7 +18,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_problem()
     parser.add_option("dtype", "NAME", "bfloat16 or float16", default="bfloat16")
     parser.add_lengths()
-    parser.add_for_device("one device of the table (default: all of them)", "device")
+    text = "one device of the table (default: all of them)"
+    parser.add_option("for_device", "NAME", text, dest="device")
     parser.add_json()
 
 
@@ -43,18 +44,13 @@ def predict_command(parser: Parser, argv: Sequence[str]) -> int:
 def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
     for entry in sweeps:
         fastest = entry.fastest(0)
-        rows = [
-            (
-                (f"{kernel}:{found.language}" if found.language else kernel)
-                + (" *" if kernel == fastest else ""),
-                microseconds(found.kernel_us),
-                microseconds(found.call_us),
-                microseconds(found.steady_call_us),
-                " ".join(f"{key}={value}" for key, value in found.choice.items()),
-            )
-            for kernel, (found,) in entry.predictions.items()
-        ]
-        title = f"{entry.device}, {'predicted' if entry.fitted else IDEAL}"
+        rows = []
+        for kernel, (found,) in entry.predictions.items():
+            name = f"{kernel}:{found.language}" if found.language else kernel
+            times = map(microseconds, (found.kernel_us, found.call_us, found.steady_call_us))
+            choice = " ".join(f"{key}={value}" for key, value in found.choice.items())
+            rows.append((name + " *" * (kernel == fastest), *times, choice))
+        title = f"{entry.spec.name}, {'predicted' if entry.fitted else IDEAL}"
         best = list(entry.predictions).index(fastest) if fastest else None
         print_table(title, ("kernel", "kernel time", "call time", "steady", "choice"), rows, best)
     say(f"{sizes_text(problem)} {problem.dtype}. Predictions, not measurements.")
@@ -66,4 +62,4 @@ def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
         say(f"{IDEAL}: with every SM busy; hyper-mla choose counts those that cuTile leaves idle")
     for entry in sweeps:
         sources = {found.basis: None for (found,) in entry.predictions.values()}
-        say(f"{entry.device}: {'; '.join(sources)}")
+        say(f"{entry.spec.name}: {'; '.join(sources)}")

@@ -45,35 +45,25 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     device = planning_device()
     targets = plan_targets(plan)
     here = Target.of(device)
-    dtype = plan_dtype(plan)
     resolved = plan.resolved(here)
+    rates = device.peak_rates(plan_dtype(plan))
+    tunings = paths.cache_root() / "kernel-autotune"
+    stages = []
+    for stage in empty_stage(resolved).kernels():
+        cost, time_us = stage.cost(), stage.predict_us(*rates)
+        work = {"flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity}
+        stages.append({"name": stage.name, **work, "predicted_us": time_us})
     return {
-        "kernel": kernel.full_name,
-        "language": kernel.language,
-        "module": kernel.module,
+        **{"kernel": kernel.full_name, "language": kernel.language, "module": kernel.module},
         "contract": inspect.cleandoc(sys.modules[type(plan).__module__].__doc__ or ""),
         "targets": list(targets),
         "fields": plan.params(),
         "tilings": {field: tiling.to_dict() for field, tiling in plan.tiling_fields().items()},
         "predicted_on": device.name,
         "resolved": resolved.params(),
-        "stages": [
-            {
-                "name": stage.name,
-                "flops": stage.cost().flops,
-                "bytes": stage.cost().bytes,
-                "intensity": stage.cost().intensity,
-                "predicted_us": stage.predict_us(*device.peak_rates(dtype)),
-            }
-            for stage in empty_stage(resolved).kernels()
-        ],
+        "stages": stages,
         "candidates": {code: _candidates(plan, Target(code, device)) for code in targets},
-        "tunings": sorted(
-            str(path)
-            for path in (paths.cache_root() / "kernel-autotune").glob(
-                f"*/{kernel.language}/{kernel.full_name}/*.json"
-            )
-        ),
+        "tunings": sorted(map(str, tunings.glob(f"*/{kernel.language}/{kernel.full_name}/*.json"))),
     }
 
 
@@ -95,16 +85,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
         fields.append((name, shown))
     fields += [(owner, _label(tiling)) for owner, tiling in facts["tilings"].items()]
     print_table("plan", ("field", "value"), fields)
-    cost = [
-        (
-            stage["name"],
-            flop_count(stage["flops"]),
-            byte_count(stage["bytes"]),
-            number(stage["intensity"]),
-            microseconds(stage["predicted_us"]),
-        )
-        for stage in facts["stages"]
-    ]
+    cost = []
+    for stage in facts["stages"]:
+        work = (flop_count(stage["flops"]), byte_count(stage["bytes"]), number(stage["intensity"]))
+        cost.append((stage["name"], *work, microseconds(stage["predicted_us"])))
     headers = ("stage", "FLOPs", "bytes", "FLOP/B", f"ideal on {facts['predicted_on']}")
     print_table("cost at these sizes", headers, cost)
     candidates = [
@@ -114,9 +98,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
     ]
     title = "tiling candidates, the default first"
     print_table(title, ("target", "stage", "tiling"), candidates)
-    found = facts["tunings"]
-    say("cached tunings: " + ("none" if not found else ""))
-    for path in found:
+    say("cached tunings: " + ("" if facts["tunings"] else "none"))
+    for path in facts["tunings"]:
         say(f"  {path}")
 
 

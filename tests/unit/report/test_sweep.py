@@ -1,15 +1,12 @@
-"""Plots are written, of a sensible size, and say what they show."""
+"""Sweeps rank what was timed; plots are of a sensible size and say what they show."""
 
 from matplotlib.image import imread
 
-from mla_var3.bench.plots import COLOURS
+from mla_var3.bench.plots import COLOURS, bar_plot, line_plot
 from mla_var3.conf.devices import load_devices
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import bar_plot, line_plot
 from mla_var3.report.sweep import sweep
-
-PROBLEM = MlaProblem(b=32, s=1, t=4096, h=128)
 
 
 def test_line_and_bar_plots(tmp_path):
@@ -24,11 +21,10 @@ def test_line_and_bar_plots(tmp_path):
 
 def test_a_sweep_ranks_only_what_was_timed():
     for name, spec in load_devices().items():
-        entry = sweep(PROBLEM, spec, (1, 256))
+        entry = sweep(MlaProblem(b=32, s=1, t=4096, h=128), spec, (1, 256))
         data = entry.to_dict()
         assert set(entry.predictions) == set(COLOURS)
         assert data["predicted"]["mla_var6_plus"][1]["s"] == 256
-        if entry.fitted:
-            assert (entry.fastest(0), entry.fastest(1)) == ("flash_mla", "flash_attention"), name
-        else:
-            assert (data["heading"], entry.fastest(0)) == (IDEAL, None)
+        fastest = ("flash_mla", "flash_attention") if entry.fitted else (None, None)
+        assert (entry.fastest(0), entry.fastest(1)) == fastest, name
+        assert entry.fitted or data["heading"] == IDEAL
