@@ -15,9 +15,9 @@ from mla_var3.attention.backends.registry import AUTO, Backend, require_kernel_n
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.request.checks import debug_on, inference
-from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.request.validate import check_values
 from mla_var3.attention.select.choice import choose, settled
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnknownNameError

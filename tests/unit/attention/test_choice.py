@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mla_var3
+from mla_var3.attention.backends import plans
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.request.shape import CallShape
-from mla_var3.attention.select import tuned
 from mla_var3.attention.select.choice import Candidate
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
@@ -205,7 +205,7 @@ def tuned_here(times: dict[str, float], sizes: dict[str, int] | None = None) -> 
             timing = Timing(share, share, share, share, 9, "cuda-event", True)
             (config,) = configs.values()
             history.record(config, "ok", timing=timing)
-        assert tuned.best_tilings(plan, spec)
+        assert plans.best_tilings(plan, spec)
 
 
 def test_tuning_does_not_make_the_choice_worse():
@@ -245,7 +245,7 @@ def candidate(
     expected = Estimate(
         "k", "l", time_us, None, {}, Cost(1, 1), "memory", fitted, error, "a record"
     )
-    found = tuned.Measured(measured, "here") if measured else None
+    found = plans.Measured(measured, "here") if measured else None
     return Candidate("k", "l", estimate=expected, measured=found)
 
 

@@ -26,7 +26,7 @@ import torch
 
 from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.cache.copies import fill_ring
-from mla_var3.attention.cache.kernels import capturing
+from mla_var3.attention.cache.index import capturing
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready

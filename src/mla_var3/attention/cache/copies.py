@@ -89,10 +89,8 @@ class Window:
         return {name: _as_bytes(part, E4M3, torch.uint8) for name, part in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The ring, its bytes as what they are."""
-        vars(self).update(
-            {name: _as_bytes(part, torch.uint8, E4M3) for name, part in state.items()}
-        )
+        for name, part in state.items():
+            setattr(self, name, _as_bytes(part, torch.uint8, E4M3))
 
     @property
     def n(self) -> int:
@@ -102,12 +100,9 @@ class Window:
     def decompressed(
         self, latent: torch.Tensor, leading: Shape, given: Mapping[str, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[m, h, d]` and values `[m, h, v]` of new tokens: as given, or from the weights.
+        """Keys `[m, h, d]` and values `[m, h, v]` of new tokens, whose latent rows are `[m, k]`.
 
-        Args:
-            latent: `[m, k]`.
-            leading: dimensions of the tokens in `k_new` and `v_new`, before h and the width.
-            given: `k_new` and `v_new`, or `w_uk` and `w_uv`; the others None.
+        As given in `k_new` and `v_new`, `[*leading, h, ...]`, or from `w_uk` and `w_uv`.
         """
         names = [name for name, value in given.items() if value is not None]
         _, h, _, d = self.k_new.shape
@@ -142,19 +137,12 @@ class Window:
         rope: torch.Tensor,
         valid: torch.Tensor,
     ) -> None:
-        """Put tokens into their slots; the valid ones must not share a slot.
+        """Put the valid tokens into their slots, which must differ.
 
-        Args:
-            requests: int64 `[m]`.
-            positions: int64 `[m]`.
-            keys: `[m, h, d]`.
-            values: `[m, h, v]`.
-            rope: `[m, p]`.
-            valid: bool `[m]`, which of them to put.
+        Requests and positions are int64 `[m]`, the rows `[m, h, d]`, `[m, h, v]` and `[m, p]`.
         """
-        places = (requests, positions % self.n)
-        _put(self.k_new, self.v_new, self.scales, places, keys, values, valid)
-        masked_put(self.k_rope_new, places, rope, valid)
+        ring = self.k_new, self.v_new, self.scales, self.k_rope_new
+        _put(ring, (requests, positions % self.n), keys, values, rope, valid)
 
     def grow(self, lengths: torch.Tensor) -> None:
         """After tokens were written up to `lengths`, int32: the oldest slots hold newer tokens."""
@@ -176,12 +164,8 @@ def fill_ring(
 ) -> None:
     """Decompress tokens that a ring lacks into their slots, in place.
 
-    Args:
-        view: A cache with a ring; its lengths are those that the ring was filled for.
-        w_uk: `[h, d, k]`.
-        w_uv: `[h, k, v]`.
-        oldest: int64 `[b]`, the first position that the ring has to hold, within its slots.
-        most: Host-side bound on the tokens per request that are missing.
+    The lengths of the view are those that its ring was filled for. The ring has to hold the
+    positions from `oldest` on, int64 `[b]`; of each request at most `most` are missing.
     """
     keys, values, starts = view.k_new, view.v_new, view.window_start
     if keys is None or values is None or starts is None or most <= 0:
@@ -192,34 +176,27 @@ def fill_ring(
     latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions, w_uk.dtype))
     requests = torch.arange(start.shape[0], device=start.device)[:, None].expand_as(positions)
     places = (requests.flatten(), (positions % view.window).flatten())
-    new_keys, new_values = decompress_rows(latent, w_uk, w_uv)
-    _put(keys, values, view.window_scales, places, new_keys, new_values, valid)
-    if view.k_rope_new is not None:
-        masked_put(view.k_rope_new, places, rope, valid)
+    ring = keys, values, view.window_scales, view.k_rope_new
+    _put(ring, places, *decompress_rows(latent, w_uk, w_uv), rope, valid)
     lowest = torch.maximum(start - most, oldest)
     starts.copy_(torch.minimum(starts.long(), lowest))
 
 
 def _put(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
+    ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     places: tuple[torch.Tensor, torch.Tensor],
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
+    new_rope: torch.Tensor,
     valid: torch.Tensor,
 ) -> None:
-    """Write tokens into a ring; one in 8 bits, which has scales, rounds them.
+    """Write the valid tokens into a ring of keys, values, scales and rope keys.
 
-    Args:
-        keys: those of the ring.
-        values: likewise.
-        scales: likewise; None in 16 bits.
-        places: request and slot of each token, int64 `[m]`.
-        new_keys: `[m, h, d]`.
-        new_values: `[m, h, v]`.
-        valid: bool `[m]`, which of them to write.
+    `places` are request and slot of each. A ring in 8 bits, which has scales, rounds them.
     """
+    keys, values, scales, rope = ring
+    if rope is not None:
+        masked_put(rope, places, new_rope, valid)
     if scales is None:
         masked_put(keys.transpose(1, 2), places, new_keys, valid)
         masked_put(values.transpose(1, 2), places, new_values, valid)

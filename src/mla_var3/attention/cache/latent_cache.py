@@ -3,7 +3,7 @@
 All state lives on the device and its pointers stay. `append`, `truncate`, `fork`, `evict` and
 `refill` have fixed shapes and never read back, so a CUDA graph can capture them when their counts
 are tensors on the device. What does not fit is refused on the device too: `append` returns what it
-took, `check` asks the device and raises. On a GPU kernels append and drop tokens (`kernels.py`).
+took, `check` asks the device and raises. On a GPU kernels append and drop tokens (`index.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from mla_var3.attention.cache.copies import (
     decompress_rows,
     fill_ring,
 )
-from mla_var3.attention.cache.index import CacheIndex
-from mla_var3.attention.cache.kernels import capturing
+from mla_var3.attention.cache.index import CacheIndex, capturing
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
 from mla_var3.attention.cache.storage import Storage, stored_as
 from mla_var3.attention.cache.tokens import NewTokens

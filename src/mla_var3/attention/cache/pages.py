@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from mla_var3.attention.cache.tokens import masked_put
 
 NO_PAGE = -1
 """Block table entry without a page."""
-
-
-class Reserved(NamedTuple):
-    """What `PagePool.reserve` gave.
-
-    Attributes:
-        granted: bool `[b]`, whether the request has pages for its tokens.
-        sources: int32 `[b]`, the page to copy before the first token is written, `NO_PAGE` without
-            one; None where no page has several owners.
-    """
-
-    granted: torch.Tensor
-    sources: torch.Tensor | None
 
 
 class PagePool:
@@ -72,8 +57,8 @@ class PagePool:
 
     def reserve(
         self, lengths: torch.Tensor, counts: torch.Tensor, most: int, copies: bool = False
-    ) -> Reserved:
-        """Give every request the pages that `counts` more tokens need, as far as pages are left.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Give every request the pages that more tokens need, as far as pages are left.
 
         Requests are served in order, each completely or not at all. Once one does not get its
         pages, no later one gets any.
@@ -84,6 +69,10 @@ class PagePool:
             most: host-side bound on `counts`.
             copies: whether pages may have several owners. A request that would write into such a
                 page gets a new one in its place, to be filled by the caller.
+
+        Returns:
+            Whether each request has pages for its tokens, bool `[b]`, and the page to copy before
+            the first token is written, int32 `[b]`, `NO_PAGE` without one; None without `copies`.
         """
         size, device = self.page_size, lengths.device
         requests = torch.arange(lengths.shape[0], device=device)
@@ -109,16 +98,14 @@ class PagePool:
         self.owners.index_add_(0, pages.long(), wanted.flatten().to(torch.int32))
         self.free_count.sub_(wanted.sum().to(torch.int32))
         if not copies:
-            return Reserved(granted, None)
+            return granted, None
         self._disown(last, copied)
-        return Reserved(granted, torch.where(copied, last, NO_PAGE).to(torch.int32))
+        return granted, torch.where(copied, last, NO_PAGE).to(torch.int32)
 
     def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
-        """Give the pages of one request to others as well; theirs must have been released.
+        """Give the pages of one request, int64 `[1]`, to others, bool `[b]`, as well.
 
-        Args:
-            request: int64 `[1]`.
-            targets: bool `[b]`, not true for the request itself.
+        Theirs must have been released, and the request itself is not among them.
         """
         columns = torch.arange(self.block_table.shape[1], device=request.device)
         row = self.block_table[request]  # [1, max_pages]

@@ -38,7 +38,7 @@ class Storage:
         shape: CacheShape,
         dtype: torch.dtype | CacheFormat,
         device: torch.device,
-        scale: float = 1.0,
+        scale: float,
     ) -> None:
         """Allocate a buffer of zeros."""
         self._widths = shape.k, shape.p
@@ -62,13 +62,9 @@ class Storage:
     def put(
         self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, valid: torch.Tensor
     ) -> None:
-        """Write tokens, in 8 bits rounded.
+        """Write the valid tokens, in 8 bits rounded; see `masked_put`.
 
-        Args:
-            slots: int64 `[m]`, counted over all pages or requests; see `masked_put`.
-            latent: `[m, k]`.
-            rope: `[m, p]`.
-            valid: bool `[m]`, which of them to write.
+        Slots are int64 `[m]`, counted over all pages or requests.
         """
         if self.format is None:
             rows = torch.cat([latent, rope], dim=-1)

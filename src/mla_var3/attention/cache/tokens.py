@@ -103,17 +103,12 @@ def masked_put(
     values: torch.Tensor,
     valid: torch.Tensor,
 ) -> None:
-    """`target[indices] = values` where `valid`.
+    """`target[indices] = values` where `valid`, in place.
 
-    A row that must not be written repeats the first valid one, index and value, which changes
-    nothing; when no row is valid all of them rewrite what the first place holds.
-
-    Args:
-        target: what is written, in place.
-        indices: one int64 tensor `[m]` per leading dimension of `target`; those of valid rows are
-            within bounds and name different places, the others may be anything.
-        values: `[m, ...]`, in any dtype that converts to that of `target`.
-        valid: bool `[m]`.
+    There is one int64 tensor `[m]` of indices per leading dimension of `target`. Those of valid
+    rows are within bounds and name different places, the others may be anything: a row that must
+    not be written repeats the first valid one, index and value, which changes nothing. When no row
+    is valid all of them rewrite what the first place holds.
     """
     count = valid.shape[0]
     if count == 0 or target.numel() == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -119,12 +119,7 @@ class CacheView:
         """Latent and rope rows of the slots `first..last-1` of every request, `[b, m, ...]`.
 
         In a paged cache both ends must be at page borders. Slots without a page give rows of some
-        other page; the caller masks them by length.
-
-        Args:
-            first: the first slot.
-            last: the first slot after them.
-            dtype: of the rows of an 8-bit cache, which are dequantised.
+        other page; the caller masks them by length. Those in 8 bits are dequantised to the dtype.
         """
         if self.block_table is None:
             return self._gathered(lambda part: part[:, first:last], dtype)
@@ -138,9 +133,7 @@ class CacheView:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latent and rope rows at positions int64 `[b, m]`, which are clamped to the capacity.
 
-        Args:
-            positions: the positions.
-            dtype: of the rows of an 8-bit cache, which are dequantised.
+        Those in 8 bits are dequantised to the dtype.
         """
         positions = positions.clamp(0, self.capacity - 1)
         requests = torch.arange(self.requests, device=positions.device)[:, None]
@@ -170,19 +163,17 @@ class CacheView:
 
     def span(self, first: int, last: int) -> CacheView:
         """The view of the requests `first..last-1`."""
-        taken = slice(first, last)
-        shared = {"k_prefix", "v_prefix", "k_rope_prefix"}
+        shared = {"k_prefix", "v_prefix", "k_rope_prefix", "ring_whole"}
         if self.block_table is not None:
             shared |= {"latent", "rope", "scales"}
         if self.scales is not None and self.scales.dim() == 1:
             shared.add("scales")
-        own = {part.name: getattr(self, part.name) for part in fields(self)}
-        return CacheView(
-            **{
-                name: tensor if tensor is None or name in shared else tensor[taken]
-                for name, tensor in own.items()
-            }
-        )
+        own = {
+            name: part[first:last]
+            for name, part in vars(self).items()
+            if part is not None and name not in shared
+        }
+        return replace(self, **own)
 
     def at_lengths(self, lengths: torch.Tensor) -> CacheView:
         """The same cache with other lengths, int32 `[b]`.

@@ -12,13 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from mla_var3.attention.backends.latent import LatentBackend
-from mla_var3.attention.backends.plans import PlannedBackend
-from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.attend import Inner, Wrapper
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixCopy, PrefixGroups
 from mla_var3.attention.prefix.layout import require_groups
 from mla_var3.attention.request.checks import FLOAT_DTYPES, inference, require_tensor
@@ -102,22 +100,15 @@ def _spans(groups: PrefixGroups) -> dict[int, tuple[int, int]]:
     return found
 
 
-Inner = PlannedBackend | LatentBackend | TorchTiled
-
-
-class GroupedPrefixBackend:
+class GroupedPrefixBackend(Wrapper):
     """The kernel of one decompressed prefix, once per group; the other requests latent."""
+
+    suffix = "groups"
 
     def __init__(self, inner: Inner, others: Inner) -> None:
         """Wrap the backend of a group, and that of requests without one."""
-        self._inner, self._others = inner, others
-        self.kernel = f"{inner.kernel}_groups"
-        self.language = inner.language
-        self.runs_on_cpu = inner.runs_on_cpu
-        self.targets = inner.targets
-
-    def missing(self) -> str | None:
-        return self._inner.missing()
+        super().__init__(inner)
+        self._others = others
 
     def unsupported(self, shape: CallShape) -> str | None:
         refused = shape.refused_cache()
@@ -133,7 +124,6 @@ class GroupedPrefixBackend:
         return self._inner.unsupported(one) or self._others.unsupported(rest)
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of a call."""
         assert isinstance(task.prefix, DecompressedPrefixes)
         rows = tuple(task.q.shape[:-1])
         output = task.q.new_empty((*rows, task.width)) if task.out is None else task.out

@@ -26,6 +26,9 @@ _FLAGS = (
     "whole_copy", "rows_in_32_bits",
 )  # fmt: skip
 CALL_DTYPES = (*DTYPES, "float32")
+PARTIAL = "a cache that holds a part of each request (total_lengths)"
+BATCH_INVARIANT = "a result that does not depend on the batch (batch_invariant)"
+"""What kernels refuse, as their reason says it."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,15 @@
-"""From the arguments of the public calls to an `AttentionTask`, with every check on the way."""
+"""From the arguments of the public calls to an `AttentionTask`, with every check on the way.
+
+Values are checked where the host has them, on a GPU only with HYPER_MLA_DEBUG=1. A wrong one there
+never leads outside of a buffer: lengths beyond the capacity end there, block table entries are
+clamped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -20,11 +26,13 @@ from mla_var3.attention.prefix.layout import (
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    debug_on,
     index_tensor,
+    readable,
     require_bounds,
+    require_range,
     require_tensor,
 )
-from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
@@ -73,8 +81,7 @@ def full_task(
     require_tensor("w_uv", w_uv, [h, k, ("v", None)], dtypes, device)
     if not w_uv.shape[2]:
         raise InvalidArgumentError("w_uv", "v of at least 1", list(w_uv.shape))
-    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
-    require_tensor("q_rope", q_rope, [*rows, h, ("p", p)], dtypes, device)
+    _require_rope(q_rope, [*rows, h], q_nope)
     view = _checked_view(cache, w_uk.shape[2], q_rope, options)
     _require_decompressed(view, q_nope, ("v", w_uv.shape[2]), ("p", q_rope.shape[-1]))
     width = q_nope.shape[-1] + q_rope.shape[-1]
@@ -91,9 +98,7 @@ def latent_task(
     """The task of `mla_latent_attention`; `head_width` is d, for the default scale."""
     rows = _query_rows("q_latent", q_latent, options)
     require_int("d", head_width, minimum=1)
-    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
-    shape = [*rows, ("h", q_latent.shape[-2]), ("p", p)]
-    require_tensor("q_rope", q_rope, shape, [q_latent.dtype], q_latent.device)
+    _require_rope(q_rope, [*rows, ("h", q_latent.shape[-2])], q_latent)
     view = _checked_view(cache, q_latent.shape[-1], q_rope, options).without_copies()
     width = head_width + q_rope.shape[-1]
     return _task(q_latent, q_rope, view, None, None, options, width, q_latent.shape[-1])
@@ -109,6 +114,11 @@ def _query_rows(name: str, q: object, options: Options) -> list[tuple[str, int |
         if size == 0 and label != "total_q":
             raise InvalidArgumentError(name, f"{label} of at least 1", list(checked.shape))
     return [(label, size) for label, size in zip(labels, checked.shape, strict=False)]
+
+
+def _require_rope(q_rope: object, rows: list[tuple[str, int | None]], q: torch.Tensor) -> None:
+    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
+    require_tensor("q_rope", q_rope, [*rows, ("p", p)], [q.dtype], q.device)
 
 
 def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options) -> CacheView:
@@ -309,3 +319,66 @@ def _task(
     )
     check_values(task)
     return task
+
+
+def check_values(task: AttentionTask) -> None:
+    """Check lengths, block table, window and query bounds of a call, where they can be read.
+
+    Raises:
+        InvalidArgumentError: A value cannot be right; names the argument and the first culprit.
+        UnsupportedError: The variable is set while a CUDA graph is captured.
+    """
+    cache = task.cache
+    limit, limit_name = cache.capacity, "t"
+    if task.max_kv is not None and task.max_kv < limit:
+        limit, limit_name = task.max_kv, "max_kv"
+    require_range("lengths", cache.lengths, 0, limit, limit_name)
+    if task.cu_seqlens_q is not None:
+        require_bounds("cu_seqlens_q", task.cu_seqlens_q, task.q.shape[0])
+    if readable(cache.lengths):
+        _check_block_table(task)
+        _check_queries(task)
+        _check_window(task)
+
+
+def _check_window(task: AttentionTask) -> None:
+    start, lengths, n = task.cache.window_start, task.cache.lengths, task.cache.window
+    if start is None:
+        return
+    for request, (first, length) in enumerate(zip(start.tolist(), lengths.tolist(), strict=True)):
+        if first < max(0, length - n):
+            expected = f"a position among the newest n={n} of {length}"
+            raise InvalidArgumentError(f"window_start[{request}]", expected, first)
+
+
+def _check_queries(task: AttentionTask) -> None:
+    lengths = task.cache.lengths.tolist()
+    if task.cu_seqlens_q is None:
+        counts = [task.q.shape[1]] * len(lengths)
+    else:
+        counts = [b - a for a, b in pairwise(task.cu_seqlens_q.tolist())]
+        if task.max_q is not None and max(counts, default=0) > task.max_q:
+            raise InvalidArgumentError("max_q", f"at least {max(counts)}", task.max_q)
+    if not debug_on() or not task.causal or task.total_lengths is not None:
+        return
+    for request, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        # A request without tokens is padding of the batch; its rows are zero by definition.
+        if count > length > 0:
+            expected = f"at least the s={count} query tokens, or 0"
+            raise InvalidArgumentError(f"lengths[{request}]", expected, length)
+
+
+def _check_block_table(task: AttentionTask) -> None:
+    table, page = task.cache.block_table, task.cache.page_size
+    if table is None or page is None:
+        return
+    used = -(-task.cache.lengths // page)
+    columns = torch.arange(table.shape[1], device=table.device)
+    # Entries beyond a request's tokens may be anything.
+    entries = torch.where(columns < used[:, None], table, 0)
+    last = task.cache.latent.shape[0] - 1
+    wrong = ((entries < 0) | (entries > last)).nonzero()
+    if len(wrong):
+        request, column = wrong[0].tolist()
+        name, got = f"block_table[{request}, {column}]", int(table[request, column])
+        raise InvalidArgumentError(name, f"a page from 0 to {last}", got)

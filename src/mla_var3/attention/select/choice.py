@@ -14,11 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mla_var3.attention.backends.plans import PlannedBackend, tuning_plan
+from mla_var3.attention.backends.plans import (
+    Measured,
+    PlannedBackend,
+    has_histories,
+    local_result,
+    tuning_plan,
+)
 from mla_var3.attention.backends.registry import AUTO, Backend, backends, named
 from mla_var3.attention.backends.torch_tiled import TORCH_TILED
 from mla_var3.attention.request.shape import CallShape
-from mla_var3.attention.select.tuned import Measured, has_histories, local_result
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import HyperMlaError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
