@@ -240,11 +240,7 @@ def explain(
 
 
 def execute(task: AttentionTask, kernel: str) -> Attended:
-    """Compute a checked call; inside of a traced program, by its operator.
-
-    Returns:
-        Output, LSE and, where the kernel has one, the launch that repeats the call.
-    """
+    """Compute a checked call, see `execute.py`; inside of a traced program, by its operator."""
     if not _is_compiling():
         return run(task, kernel)
     if task.prefix is not None:
@@ -266,16 +262,18 @@ def _execute_and_keep(
 
 
 def _options(given: dict[str, Any]) -> Options:
-    for name in given:
-        if name not in _OPTION_NAMES:
-            raise UnknownNameError("option", name, _OPTION_NAMES)
+    _require_names("option", given, _OPTION_NAMES)
     return Options(**given)
 
 
+def _require_names(kind: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise UnknownNameError(kind, name, known)
+
+
 def _shape_of(sizes: dict[str, Any]) -> CallShape:
-    for name in sizes:
-        if name not in _SIZE_NAMES:
-            raise UnknownNameError("size", name, _SIZE_NAMES)
+    _require_names("size", sizes, _SIZE_NAMES)
     if "shared" not in sizes and "prefix" in sizes:
         sizes = {**sizes, "shared": sizes["prefix"]}
     for name in ("b", "s", "t", "h"):

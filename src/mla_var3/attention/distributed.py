@@ -28,13 +28,7 @@ Group = dist.ProcessGroup | None
 
 
 def head_range(h: int, rank: int, world: int) -> slice:
-    """The heads of a rank: consecutive; the first ranks have one more where h does not divide.
-
-    Args:
-        h: heads of the model.
-        rank: number of the rank in its group.
-        world: ranks in the group.
-    """
+    """The heads of a rank: consecutive; the first ranks have one more where h does not divide."""
     require_int("h", h, minimum=1)
     require_int("world", world, minimum=1, maximum=h, maximum_name="h")
     require_int("rank", rank, minimum=0, maximum=world - 1, maximum_name="world-1")
@@ -44,33 +38,23 @@ def head_range(h: int, rank: int, world: int) -> slice:
 
 
 def gather_heads(o: torch.Tensor, h: int, group: Group = None) -> torch.Tensor:
-    """The outputs of all heads, on every rank.
+    """The outputs of all h heads, `[..., h, d]`, on every rank of a group.
 
-    Args:
-        o: output of this rank's heads, `[..., h_rank, d]`.
-        h: heads of the model.
-        group: the ranks that share them.
-
-    Returns:
-        `[..., h, d]`.
+    This rank's, `o`, are `[..., h_rank, d]`.
     """
     rank, world = _place(group)
     ranges = [head_range(h, index, world) for index in range(world)]
     own = ranges[rank]
     if o.dim() < 2 or o.shape[-2] != own.stop - own.start:
-        raise InvalidArgumentError(
-            "o", f"[..., {own.stop - own.start} heads of rank {rank}, d]", list(o.shape)
-        )
+        expected = f"[..., {own.stop - own.start} heads of rank {rank}, d]"
+        raise InvalidArgumentError("o", expected, list(o.shape))
     # Collectives need equal sizes: ranks with fewer heads add a row of zeros.
-    most = ranges[0].stop - ranges[0].start
-    padded = o.new_zeros((*o.shape[:-2], most, o.shape[-1]))
+    padded = o.new_zeros((*o.shape[:-2], ranges[0].stop, o.shape[-1]))
     padded[..., : o.shape[-2], :] = o
     parts = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(parts, padded, group=group)
-    kept = [
-        part[..., : heads.stop - heads.start, :] for part, heads in zip(parts, ranges, strict=True)
-    ]
-    return torch.cat(kept, dim=-2)
+    pairs = zip(parts, ranges, strict=True)
+    return torch.cat([part[..., : own.stop - own.start, :] for part, own in pairs], dim=-2)
 
 
 @dataclass(frozen=True)
@@ -164,13 +148,8 @@ def merge_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over KV tokens that are on different ranks.
 
-    Args:
-        o: normalised output over this rank's tokens, `[..., e]`.
-        lse: its LSE, `[...]`, float32.
-        group: the ranks.
-
-    Returns:
-        Output in the dtype of `o` and LSE over the tokens of all ranks.
+    This rank's is a normalised output `[..., e]` with its LSE `[...]`, float32; the result has the
+    dtype of `o`.
     """
     _, world = _place(group)
     lse = lse.contiguous()
@@ -185,7 +164,6 @@ def merge_over_ranks(
 
 def _place(group: Group) -> tuple[int, int]:
     if not dist.is_available() or not dist.is_initialized():
-        raise UnsupportedError(
-            "group: expected an initialised torch.distributed process group, got none"
-        )
+        expected = "an initialised torch.distributed process group"
+        raise UnsupportedError(f"group: expected {expected}, got none")
     return dist.get_rank(group), dist.get_world_size(group)

@@ -29,12 +29,7 @@ log = logging.getLogger(__name__)
 
 @inference
 def execute(task: AttentionTask, kernel: str) -> Attended:
-    """Output, LSE and, where the kernel has one, the launch that repeats the call.
-
-    Args:
-        task: the call.
-        kernel: "auto" or the kernel that has to be used.
-    """
+    """Output, LSE and, where the kernel has one, the launch that repeats the call."""
     if debug_on():
         check_values(task)
     require_kernel_name(kernel)

@@ -22,13 +22,9 @@ def weight_of(lse: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
 def merge_partials(
     partials: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One attention out of several over disjoint KV tokens.
+    """One attention, in float32, out of several over disjoint KV tokens.
 
-    Args:
-        partials: normalised output `[..., e]` and LSE `[...]` of each, one or more.
-
-    Returns:
-        Output and LSE over all tokens, float32.
+    Each is a normalised output `[..., e]` with its LSE `[...]`; there is at least one.
     """
     if not partials:
         raise InvalidArgumentError("partials", "one or more outputs with their LSE", "none")

@@ -83,10 +83,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
     """Call the operator of a checked call."""
     latent = task.w_uk is None
     operator, schema = (latent_attention_op, _LATENT) if latent else (mla_attention_op, _WHOLE)
-    arguments = [
-        getattr(task.cache if name in _CACHE_FIELDS else task, name)
-        for name in _names(schema)
-        if name != "kernel"
-    ]
-    output, lse = operator(*arguments, kernel)
+    *names, _ = _names(schema)
+    given = (getattr(task.cache if name in _CACHE_FIELDS else task, name) for name in names)
+    output, lse = operator(*given, kernel)
     return output, lse

@@ -29,12 +29,7 @@ class Step:
     """
 
     def __init__(self, device: torch.device | str, memory: torch.Tensor | None = None) -> None:
-        """Begin a pass.
-
-        Args:
-            device: where its calls run.
-            memory: that of the pass before; allocated where there is none.
-        """
+        """Begin a pass on a device, with the memory of the pass before, if there was one."""
         if memory is None:
             memory = torch.zeros(SCHEDULE_SIZE, dtype=torch.int32, device=device)
         self._memory = memory
@@ -69,11 +64,7 @@ class Step:
         return (*values, "schedule", scheduled), (*tensors, self._memory)
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """What the call that has joined adds to its task; nothing for one that takes no part.
-
-        Args:
-            device: that of the call.
-        """
+        """What the call that has joined adds to its task; nothing for one that takes no part."""
         if self._asked is None:
             return {}
         if self._memory.device != device:

@@ -75,19 +75,15 @@ class FlashMLASchedMeta:
             return
         for name, value in config.items():
             if self.config[name] != value:
-                raise InvalidArgumentError(
-                    f"tile_scheduler_metadata ({name})",
-                    f"{self.config[name]}, as in the first call with it",
-                    value,
-                )
+                expected = f"{self.config[name]}, as in the first call with it"
+                raise InvalidArgumentError(f"tile_scheduler_metadata ({name})", expected, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedReplay(Replay):
     """A call with one KV head, whose LSE `[b, h, s]` is `[b, s, h]` in memory.
 
-    Attributes:
-        config: what the metadata of such calls holds.
+    `config` is what the metadata of such calls holds.
     """
 
     config: dict[str, object]
@@ -104,11 +100,7 @@ class PagedReplay(Replay):
 
 
 def _pointer_reader(rope_at: int) -> PointerReader:
-    """What reads the pointers of `_POINTERS` from the tensors of a call in 16 bits.
-
-    Args:
-        rope_at: bytes from a row's start to its rope part.
-    """
+    """What reads the pointers of `_POINTERS`; rope parts lie `rope_at` bytes behind row starts."""
 
     def read(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
         q, pages, block_table, lengths = tensors
@@ -124,13 +116,9 @@ def _pointer_reader(rope_at: int) -> PointerReader:
 def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) -> PointerReader:
     """What reads the pointers of `_FP8_POINTERS` from the tensors of a call on an fp8 cache.
 
-    The scales are in the pages, or a fifth tensor, or those of the first call where the cache has
-    none. Nothing of the first call's cache is kept alive.
-
-    Args:
-        view: The cache of the first call.
-        q_rope_at: bytes from a query row's start to its rope part.
-        pages: `k_cache` of the first call.
+    The scales are in the pages, or a fifth tensor, or those of the first call, with this view of
+    these pages, where the cache has none. Nothing of the first call's cache is kept alive. The rope
+    part of a query row is `q_rope_at` bytes behind its start.
     """
     assert view.scales is not None
     rope_at = view.rope.data_ptr() - pages.data_ptr()
@@ -155,14 +143,9 @@ def get_mla_metadata(
 ) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """The metadata that `flash_mla_with_kvcache` takes.
 
-    Args:
-        cache_seqlens: lengths, which callers of the older interface pass.
-        arguments: not used; older callers pass numbers of heads.
-        options: likewise.
-
-    Returns:
-        Empty metadata, and None in the place of the number of splits. With lengths two tensors, as
-        older callers copy them into buffers of their own; nothing reads them.
+    Empty metadata, and None in the place of the number of splits. Callers of the older interface
+    pass lengths, and numbers of heads, which are not used; they get two tensors, which they copy
+    into buffers of their own and nothing reads.
     """
     if not isinstance(cache_seqlens, torch.Tensor):
         return FlashMLASchedMeta(), None
@@ -264,11 +247,9 @@ def flash_mla_with_kvcache(
     if isinstance(tile_scheduler_metadata, torch.Tensor):
         tile_scheduler_metadata = FlashMLASchedMeta()  # schedules have no sizes to compare
     elif not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        raise InvalidArgumentError(
-            "tile_scheduler_metadata",
-            "the first value of get_mla_metadata",
-            type(tile_scheduler_metadata).__name__,
-        )
+        got = type(tile_scheduler_metadata).__name__
+        expected = "the first value of get_mla_metadata"
+        raise InvalidArgumentError("tile_scheduler_metadata", expected, got)
     elif num_splits is not None:
         raise InvalidArgumentError("num_splits", "None", type(num_splits).__name__)
     labels = [("b", None), ("s", None), ("h", None), ("k+p", None)]
@@ -303,15 +284,9 @@ def flash_mla_with_kvcache(
         raise InvalidArgumentError("out", f"None with h_k={kv_heads}", "a tensor")
     if fmt is not None and fmt.by_page and kv_heads > 1:
         raise InvalidArgumentError("k_cache", f"h_k of 1 ({fmt.name})", kv_heads)
-    config: dict[str, object] = {
-        "b": b,
-        "s": q.shape[1],
-        "h": h,
-        "page": page_size,
-        "h_k": kv_heads,
-        "causal": causal,
-        "enable_batch_invariant": enable_batch_invariant,
-    }
+    sizes = {"b": b, "s": q.shape[1], "h": h, "page": page_size, "h_k": kv_heads}
+    flags = {"causal": causal, "enable_batch_invariant": enable_batch_invariant}
+    config: dict[str, object] = {**sizes, **flags}
     tile_scheduler_metadata.require(config)
     scale = width**-0.5 if softmax_scale is None else softmax_scale
     group = h // kv_heads
@@ -336,10 +311,8 @@ def flash_mla_with_kvcache(
     if launch is None or launch.stream() is None:  # captured: see `keep_replay`
         return result
     if block_table.dtype is cache_seqlens.dtype is torch.int32:
-        rope_at = head_dim_v * q.element_size()
-        reader = _pointer_reader(rope_at)
-        if fmt is not None:
-            reader = _fp8_pointer_reader(view, rope_at, k_cache)
+        at = head_dim_v * q.element_size()
+        reader = _pointer_reader(at) if fmt is None else _fp8_pointer_reader(view, at, k_cache)
         replay = PagedReplay(
             launch=launch,
             names=_POINTERS if fmt is None else _FP8_POINTERS,
@@ -393,9 +366,8 @@ def stand_in() -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run a script or, after `-m`, a module, with this module in FlashMLA's place."""
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
-        raise SystemExit(
-            "usage: python -m mla_var3.integrations.flash_mla [-m module | script] ..."
-        )
+        usage = "python -m mla_var3.integrations.flash_mla [-m module | script] ..."
+        raise SystemExit(f"usage: {usage}")
     from mla_var3.integrations import flash_mla
 
     flash_mla.stand_in()  # of the imported module, not of this program

@@ -66,10 +66,8 @@ class Pages:
     ) -> Pages:
         """The views; keep them per layer, so that a call need not make them again.
 
-        Args:
-            cache: The rows, in 16 bits or in 8 (e4m3, or bytes of it).
-            k: Latent columns.
-            scale: Of an 8-bit cache, float32 of one element; None for 1. It is read by every call.
+        The rows of the cache, with k latent columns, are in 16 bits or in 8 (e4m3, or bytes of it).
+        The scale of an 8-bit cache, float32 of one element, None for 1, is read by every call.
         """
         require_int("k", k, minimum=1)
         if not isinstance(cache, torch.Tensor):
@@ -276,14 +274,9 @@ def warm_up(
 def latent_crossover(h: int, device_name: str, cache_dtype: str | None = None) -> int:
     """The most query tokens per request that are faster latent than decompressed.
 
-    Args:
-        h: query heads on this device.
-        device_name: the device, as in the package's device table.
-        cache_dtype: format of an 8-bit cache. Decompressed attention is in 16 bits either way.
-
-    Returns:
-        The crossover by the cost model, at most `MOST_LATENT_QUERIES`; `DEFAULT_CROSSOVER` for a
-        device that the model does not know.
+    By the cost model, with h query heads on a device of the package's table: at most
+    `MOST_LATENT_QUERIES`, and `DEFAULT_CROSSOVER` for a device that the model does not know. The
+    format of an 8-bit cache counts for latent attention; decompressed it is in 16 bits either way.
     """
 
     def time_us(kernel: str, s: int, cache_dtype: str | None) -> float:
@@ -291,11 +284,8 @@ def latent_crossover(h: int, device_name: str, cache_dtype: str | None = None) -
             b=CROSSOVER_REQUESTS, s=s, t=CROSSOVER_TOKENS, h=h, page_size=PAGE_SIZE,
             device_name=device_name, cache_dtype=cache_dtype,
         )  # fmt: skip
-        times = {
-            candidate.kernel: candidate.predicted_us
-            for candidate in found.candidates
-            if candidate.language == "cute-dsl" and candidate.predicted_us is not None
-        }
+        known = (candidate for candidate in found.candidates if candidate.language == "cute-dsl")
+        times = {each.kernel: each.predicted_us for each in known if each.predicted_us is not None}
         return times[kernel]
 
     def latent_wins(s: int) -> bool:

@@ -18,15 +18,11 @@ NAME = "hyper_mla"
 
 
 def use(model: Any, kernel: str = "auto") -> Any:
-    """Make every MLA layer of a model attend through this package.
+    """Make every MLA layer of a model attend through this package; `kernel` as for `mla_attention`.
 
-    Args:
-        model: a model whose attention layers have `expand_kv` and `kv_b_proj`, such as DeepSeek V3.
-        kernel: as for `mla_attention`.
-
-    Returns:
-        The model itself. `model.set_attn_implementation("sdpa")` alone does not undo it; load the
-        model again for that.
+    Its attention layers have `expand_kv` and `kv_b_proj`, as those of DeepSeek V3. Returns the
+    model itself. `model.set_attn_implementation("sdpa")` alone does not undo it; load the model
+    again for that.
     """
     layers = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not layers:

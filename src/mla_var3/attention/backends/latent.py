@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.shape import FLOAT32, PARTIAL, UNALIGNED, CallShape, refusal_of
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -104,14 +103,7 @@ Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
 
 
 class LatentBackend:
-    """A backend around such a kernel.
-
-    Attributes:
-        kernel, language: its id.
-        runs_on_cpu: whether it takes CPU tensors.
-        targets: architectures that it serves; None for all.
-        cache_formats: formats of 8-bit caches that it reads.
-    """
+    """A backend around such a kernel."""
 
     def __init__(
         self,
@@ -134,8 +126,8 @@ class LatentBackend:
             language: likewise.
             attend: the kernel; None for one of the package.
             unsupported: why it cannot serve a call shape; None when it can.
-            runs_on_cpu: see the class.
-            targets: likewise.
+            runs_on_cpu: whether it takes CPU tensors.
+            targets: architectures that it serves; None for all.
             kernel_id: id of a kernel of the package.
             whole: the kernel with its projections, see the module.
             sliding_window: whether it obeys `LatentOptions.sliding_window`.
@@ -155,30 +147,26 @@ class LatentBackend:
     @classmethod
     def of_package(cls, kernel: KernelId) -> LatentBackend:
         """The backend of a kernel version of the package; nothing is imported yet."""
-        targets = declared_targets(kernel)
         return cls(
-            kernel.full_name, kernel.language, None, targets=targets, kernel_id=kernel,
-            sliding_window=True,
-            cache_formats=FP8_FORMATS,
+            kernel.full_name, kernel.language, None, targets=declared_targets(kernel),
+            kernel_id=kernel, sliding_window=True, cache_formats=FP8_FORMATS,
         )  # fmt: skip
 
     def missing(self) -> str | None:
         return None if self._kernel_id is None else missing_language(self.language)
 
     def unsupported(self, shape: CallShape) -> str | None:
-        refused = shape.refused_cache(self.cache_formats)
+        windowed = shape.sliding_window is not None and not self._sliding_window
+        reasons = {
+            FLOAT32: shape.dtype == "float32",
+            UNALIGNED: not shape.aligned,
+            "a sliding window": windowed,
+            "a tree mask of 2**31 entries or more": shape.tree and shape.b * shape.s**2 > MOST,
+            f"a tree of tokens in {PARTIAL}": shape.partial and shape.tree,
+        }
+        refused = shape.refused_cache(self.cache_formats) or refusal_of(reasons)
         if refused is not None:
             return refused
-        if shape.dtype == "float32":
-            return "float32; it takes bfloat16 and float16"
-        if not shape.aligned:
-            return "cache rows that are not 16-byte aligned"
-        if shape.sliding_window is not None and not self._sliding_window:
-            return "a sliding window"
-        if shape.tree and shape.b * shape.s * shape.s > MOST:
-            return "a tree mask of 2**31 entries or more"
-        if shape.partial and shape.tree:
-            return "a tree of tokens in a cache that holds a part of each request (total_lengths)"
         if self._kernel_id is not None:
             if missing_language(self.language):
                 return None  # the shape alone says nothing against it
@@ -190,16 +178,12 @@ class LatentBackend:
         return self._unsupported(shape)
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse, _ = self.run_repeatable(task)
-        return output, lse
+        return self.run_repeatable(task)[:2]
 
     def run_repeatable(self, task: AttentionTask, sms: int = 0, overlap: str = "") -> Attended:
         """Output, LSE and, where the kernel took every tensor as it was, the launch.
 
-        Args:
-            task: the call.
-            sms: SMs to use, see `LatentOptions`.
-            overlap: which of two calls at the same time this is, see `LatentOptions`.
+        For `sms` and `overlap` see `LatentOptions`.
         """
         attend = self._resolve()
         taken = _taken(task)
@@ -259,13 +243,12 @@ def _run_latent(
 def _operands(
     task: AttentionTask, taken: _Taken, q_latent: torch.Tensor, out: torch.Tensor | None = None
 ) -> LatentOperands:
-    cache = task.cache
     return LatentOperands.allocate(
         task.q.shape[:-1],
         q_latent,
         taken.q_rope,
-        cache.latent,
-        None if taken.q_rope is None else cache.rope,
+        task.cache.latent,
+        None if taken.q_rope is None else task.cache.rope,
         taken.lengths,
         taken.block_table,
         taken.total_lengths,
@@ -282,17 +265,13 @@ def project_heads(
 ) -> torch.Tensor:
     """Multiply every head's rows with the head's weight, in one batched product without a copy.
 
-    Args:
-        rows: `[..., h, x]`.
-        weight: `[h, x, y]`.
-        out: `[..., h, y]`; None for a new tensor, which is contiguous.
+    Rows are `[..., h, x]`, weights `[h, x, y]`; the result is `[..., h, y]`, `out` or contiguous.
     """
     *leading, h, width = rows.shape
     count, columns = math.prod(leading), weight.shape[2]
-    if out is None or not out.is_contiguous():
+    result = out
+    if result is None or not result.is_contiguous():
         result = rows.new_empty((*leading, h, columns))
-    else:
-        result = out
     by_head = rows.reshape(count, h, width).transpose(0, 1)
     torch.bmm(by_head, weight, out=result.view(count, h, columns).transpose(0, 1))
     return result if out is None or out is result else out.copy_(result)
@@ -307,13 +286,12 @@ def missing_language(language: str) -> str | None:
     return None if found else f"the package {LANGUAGE_DISTRIBUTIONS[language]} is not installed"
 
 
-@dataclass(frozen=True)
-class _Taken:
+class _Taken(NamedTuple):
     """The parts of a call as kernels take them.
 
     Attributes:
-        q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
-            `boxed_rows` takes them; None where p is 0.
+        q_rope: rows at equal distances, or (latent queries) as `boxed_rows` takes them; None where
+            p is 0.
         block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
         scales: of an 8-bit cache, `[pages, page]` or `[1]`; None in 16 bits.
         same: whether all of them are the caller's own memory.
@@ -400,11 +378,7 @@ def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
     """The queries with one distance for heads and one for tokens; copied if need be.
 
     Head-major queries, views of `[h, tokens, width]`, stay where they are, if the kernel's copies
-    can take boxes of their heads and tokens (`can_box`).
-
-    Args:
-        q: the queries.
-        any_heads: whether the kernel reads them for any number of heads, as that for 8-bit caches.
+    can take boxes of their heads and tokens: `can_box`, or any number (8-bit caches).
     """
     h = q.shape[-2]
     distance = _row_distance(q.shape[:-2], q.stride()[:-2], 0)

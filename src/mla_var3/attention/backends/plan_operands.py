@@ -30,7 +30,7 @@ from mla_var3.attention.cache.index import capturing
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready
-from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.shape import CallShape, refusal_of
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.inputs import (
@@ -155,17 +155,10 @@ def _latent_fields(shape: CallShape) -> dict[str, Any]:
 def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
     q_latent = task.q if task.w_uk is None else project_heads(task.q, task.w_uk)
     latent, rope, table = _latent_rows(task.cache, 0, shape.t)
-    return (
-        kernel_ready(q_latent),
-        kernel_ready(task.q_rope),
-        latent,
-        rope,
-        kernel_ready(task.cache.lengths),
-        table,
-        None if task.cu_seqlens_q is None else kernel_ready(task.cu_seqlens_q),
-        None if task.tree is None else kernel_ready(task.tree),
-        _cache_scales(task.cache, shape.t),
-    )
+    masks = (None if x is None else kernel_ready(x) for x in (task.cu_seqlens_q, task.tree))
+    rows = kernel_ready(q_latent), kernel_ready(task.q_rope), latent, rope
+    scales = _cache_scales(task.cache, shape.t)
+    return *rows, kernel_ready(task.cache.lengths), table, *masks, scales
 
 
 def _cache_scales(cache: CacheView, t: int) -> torch.Tensor | None:
@@ -194,12 +187,9 @@ def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operand
 
 
 def complete_window(task: AttentionTask, newest: int, most: int) -> None:
-    """Decompress the tokens among the newest that the window lacks after a rollback, in place.
+    """Decompress tokens that the window lacks after a rollback, in place.
 
-    Args:
-        task: the call.
-        newest: newest tokens of a request that the window has to hold.
-        most: the most of them that may be missing.
+    It has to hold the `newest` tokens of each request, of which at most `most` may be missing.
     """
     cache = task.cache
     # A CUDA graph may be replayed after tokens were dropped.
@@ -241,8 +231,9 @@ def _refusal(shape: CallShape) -> str | None:
 def _window_refusal(shape: CallShape) -> str | None:
     reasons = {
         "a cache without a window of decompressed tokens": not shape.window,
-        f"a window of {shape.window} slots; it takes multiples of {PAGE_STEP}": shape.window
-        % PAGE_STEP,
+        f"a window of {shape.window} slots; it takes multiples of {PAGE_STEP}": (
+            shape.window % PAGE_STEP
+        ),
         f"{shape.s} queries over a window of {shape.window} slots, which has to hold them all": (
             shape.causal and shape.s > shape.window
         ),
@@ -250,8 +241,7 @@ def _window_refusal(shape: CallShape) -> str | None:
             shape.prefix and shape.window >= shape.t
         ),
     }
-    found = _refusal(shape)
-    return found or next((reason for reason, holds in reasons.items() if holds), None)
+    return _refusal(shape) or refusal_of(reasons)
 
 
 def _prefix_refusal(shape: CallShape) -> str | None:
@@ -320,11 +310,7 @@ class MixOperands(NamedTuple):
     def stage(self, plan: Any, shape: CallShape, *, seen_by_all: bool, shared: bool) -> Stage:
         """The stage of a plan on these operands.
 
-        Args:
-            plan: the plan.
-            shape: shape of the call.
-            seen_by_all: whether all queries see all latent tokens.
-            shared: whether the decompressed tokens are those of all requests.
+        All queries may see all latent tokens; the decompressed ones may be those of all requests.
         """
         from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
         from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
@@ -428,21 +414,13 @@ CUTILE_SERVICES: dict[str, Service] = {
 }
 """By design: all versions of a design take the same operands."""
 
+_WINDOW = _window_operands, _window_refusal, _window_fields, _window_stage
 CUTE_SERVICES: dict[str, Service] = {
     "flash_attention": _cute_service(
         _full_copy_operands, needs_q_nope, _full_copy_fields, plan_of_operands, any_v=True
     ),
-    "mla_var6_plus": _cute_service(
-        _window_operands, _window_refusal, _window_fields, _window_stage, reads_window=True
-    ),
-    "mla_var6_plus_v5": _cute_service(
-        _window_operands,
-        _window_refusal,
-        _window_fields,
-        _window_stage,
-        reads_window=True,
-        window_dtype=FP8.name,
-    ),
+    "mla_var6_plus": _cute_service(*_WINDOW, reads_window=True),
+    "mla_var6_plus_v5": _cute_service(*_WINDOW, reads_window=True, window_dtype=FP8.name),
     "mla_var6_plus_v6": _cute_service(
         _prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage
     ),

@@ -15,7 +15,14 @@ import torch
 
 from mla_var3.attention.backends.latent import missing_language, project_heads
 from mla_var3.attention.backends.plan_operands import CUTE_SERVICES, CUTILE_SERVICES, Service
-from mla_var3.attention.request.shape import BATCH_INVARIANT, PARTIAL, CallShape
+from mla_var3.attention.request.shape import (
+    BATCH_INVARIANT,
+    FLOAT32,
+    PARTIAL,
+    UNALIGNED,
+    CallShape,
+    refusal_of,
+)
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
@@ -46,7 +53,7 @@ class PlannedBackend:
         self._id, self._service = kernel_id, service
         self.kernel, self.language = kernel_id.full_name, kernel_id.language
         self.runs_on_cpu = service.runs_on_cpu
-        self.targets = declared_targets(kernel_id)
+        self.targets: tuple[str, ...] | None = declared_targets(kernel_id)
 
     def missing(self) -> str | None:
         return missing_language(self.language)
@@ -59,14 +66,14 @@ class PlannedBackend:
             "a sliding window": shape.sliding_window is not None and not any_queries,
             PARTIAL: shape.partial,
             BATCH_INVARIANT: shape.batch_invariant,
-            "float32; it takes bfloat16 and float16": shape.dtype == "float32",
-            "cache rows that are not 16-byte aligned": not shape.aligned,
+            FLOAT32: shape.dtype == "float32",
+            UNALIGNED: not shape.aligned,
             f"values of width v={shape.v} beside d={shape.d}; it needs v = d": (
                 shape.v != shape.d and not (self._service.latent or self._service.any_v)
             ),
         }
         refusal = shape.refused_cache(self._service.cache_formats) or self._service.refused(shape)
-        refusal = refusal or next((reason for reason, holds in reasons.items() if holds), None)
+        refusal = refusal or refusal_of(reasons)
         if refusal is None and self.language == "cutile-dsl":
             refusal = _refused_sizes(shape, self._service)
         # Where the language is missing, the shape alone says nothing against it.

@@ -54,12 +54,9 @@ class TorchTiled:
         return None
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of a call."""
         if task.batch_invariant:
             return _one_by_one(task)
-        if task.cu_seqlens_q is None:
-            return _attention(task)
-        return _ragged(task)
+        return _attention(task) if task.cu_seqlens_q is None else _ragged(task)
 
 
 def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,12 +125,11 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
     partials = [(up_project(latent.to(dtype), task.w_uv), lse)]
     q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]
-    copies = []
-    if cache.k_prefix is not None:
-        copies.append(_prefix_tiles(cache, dtype))
-    if cache.k_new is not None and cache.window_start is not None:
-        copies.append(_ring_tiles(cache, dtype))
-    for tiles in copies:
+    held = {
+        _prefix_tiles: cache.k_prefix is not None,
+        _ring_tiles: cache.k_new is not None and cache.window_start is not None,
+    }
+    for tiles in (make(cache, dtype) for make, there in held.items() if there):
         part, part_lse = _online(q_heads, tiles, sees, task.scale, task.width)
         partials.append((part.transpose(1, 2), part_lse.transpose(1, 2)))
     output, lse = merge_partials(partials)
@@ -141,9 +137,7 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _deliver(task: AttentionTask, output: torch.Tensor) -> torch.Tensor:
-    if task.out is None:
-        return output.to(task.q.dtype)
-    return task.out.copy_(output)
+    return output.to(task.q.dtype) if task.out is None else task.out.copy_(output)
 
 
 def _extent(cache: CacheView, max_kv: int | None) -> int:
@@ -263,18 +257,11 @@ def _online(
     width: int,
     heads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over tiles that come one by one.
+    """Softmax attention over tiles of KV tokens that come one by one.
 
-    Args:
-        q: `[b, g, r, e]`; with g = 1 the rows are (query, head), else they are the queries.
-        tiles: the KV tokens.
-        sees: positions -> whether each query sees them, `[b, s, m]`.
-        scale: factor on the logits.
-        width: ev, width of the values.
-        heads: heads per query in the rows of g = 1; None for g = h.
-
-    Returns:
-        Normalised output `[b, g, r, ev]` and LSE `[b, g, r]`, float32.
+    The rows of `q`, `[b, g, r, e]`, are the queries, or with g = 1 (query, head), `heads` per
+    query. `sees` says of positions whether each query sees them, `[b, s, m]`; values are `width`
+    wide. Returns the normalised output `[b, g, r, ev]` and the LSE `[b, g, r]`, float32.
     """
     peak = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(peak)

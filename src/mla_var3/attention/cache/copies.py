@@ -114,11 +114,8 @@ class Window:
         elif names == ["k_new", "v_new"]:
             shapes = {"k_new": [*leading, ("h", h), ("d", d)], "v_new": [*leading, ("h", h), v]}
         else:
-            raise InvalidArgumentError(
-                "k_new",
-                "k_new and v_new, or w_uk and w_uv, for a cache with a window",
-                ", ".join(names) or "none of them",
-            )
+            expected = "k_new and v_new, or w_uk and w_uv, for a cache with a window"
+            raise InvalidArgumentError("k_new", expected, ", ".join(names) or "none of them")
         dtypes, device = [self.dtype], self.k_new.device
         first, second = (
             require_tensor(name, given[name], shape, dtypes, device)

@@ -9,6 +9,7 @@ took, `check` asks the device and raises. On a GPU kernels append and drop token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -172,24 +173,18 @@ class LatentCache:
 
     def _made_view(self) -> CacheView:
         window, prefix, parts = self.window, self.prefix, self.storage.parts()
-        start = None if window is None else window.start
+        view = CacheView(parts.latent, parts.rope, self.lengths, self.block_table)
+        copies: dict[str, Any] = {"scales": parts.scales}
+        if window is not None:
+            copies |= {name: getattr(window, name) for name in ("k_new", "v_new", "k_rope_new")}
+            copies |= {"window_scales": window.scales, "window_start": window.start}
+        if prefix is not None:
+            names = ("k_prefix", "v_prefix", "k_rope_prefix")
+            copies |= {name: getattr(prefix, name) for name in names}
         if self._has_whole_copy and torch.compiler.is_compiling():
-            start = None  # the way to say that a ring is full to the operators of a traced program
-        view = CacheView(
-            latent=parts.latent,
-            rope=parts.rope,
-            lengths=self.lengths,
-            block_table=self.block_table,
-            k_new=None if window is None else window.k_new,
-            v_new=None if window is None else window.v_new,
-            window_start=start,
-            k_prefix=None if prefix is None else prefix.k_prefix,
-            v_prefix=None if prefix is None else prefix.v_prefix,
-            k_rope_new=None if window is None else window.k_rope_new,
-            k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
-            scales=parts.scales,
-            window_scales=None if window is None else window.scales,
-        )
+            # The way to say that a ring is full to the operators of a traced program.
+            copies["window_start"] = None
+        view = replace(view, **copies)
         whole = window is not None and prefix is None and not self._ring_truncated
         return view.with_whole_ring() if whole else view
 
@@ -313,11 +308,7 @@ class LatentCache:
 
     @inference
     def evict(self, requests: Counts) -> None:
-        """Empty some requests; only a shared prefix stays.
-
-        Args:
-            requests: their indices, int, or a bool mask `[b]`.
-        """
+        """Empty requests, by indices, int, or a bool mask `[b]`; only a shared prefix stays."""
         self._drop(self._mask("requests", requests))
 
     @inference
@@ -346,9 +337,8 @@ class LatentCache:
             [100, 100, 100, 100]
         """
         if self.index.captured_without_forks:
-            raise UnsupportedError(
-                "fork: expected a first fork before a CUDA graph captures append, got one after"
-            )
+            expected = "a first fork before a CUDA graph captures append"
+            raise UnsupportedError(f"fork: expected {expected}, got one after")
         given = request if isinstance(request, torch.Tensor) else [request]
         source = self._indices("request", given, 1, self.lengths.device)
         source = source.clamp(0, self._shape.b - 1)
@@ -376,18 +366,13 @@ class LatentCache:
             most: tokens per request to bring back at most; by default a whole ring.
         """
         self._require_refill(w_uk, w_uv, most)
-        if self.window is None:
-            return
-        n = self.window.n
-        oldest = (self.lengths.long() - n).clamp(min=self._shape.prefix)
-        fill_ring(self.view(), w_uk, w_uv, oldest, n if most is None else min(most, n))
+        if self.window is not None:
+            n = self.window.n
+            oldest = (self.lengths.long() - n).clamp(min=self._shape.prefix)
+            fill_ring(self.view(), w_uk, w_uv, oldest, n if most is None else min(most, n))
 
     def read_refused(self, *, reset: bool = True) -> list[int]:
-        """Tokens of each request that did not fit; waits for the device.
-
-        Args:
-            reset: Whether to count from zero again.
-        """
+        """Tokens of each request that did not fit, perhaps to count anew; waits for the device."""
         refused: list[int] = self.refused.tolist()
         if reset:
             self.refused.zero_()

@@ -167,9 +167,8 @@ def _window_form(window: int, window_dtype: str | None) -> WindowForm:
     if window_dtype != FP8.name:
         raise InvalidArgumentError("window_dtype", f"{FP8.name!r} or None", repr(window_dtype))
     if not window or window % PAGE_STEP:
-        raise InvalidArgumentError(
-            "window", f"a positive multiple of {PAGE_STEP} with window_dtype={FP8.name!r}", window
-        )
+        expected = f"a positive multiple of {PAGE_STEP} with window_dtype={FP8.name!r}"
+        raise InvalidArgumentError("window", expected, window)
     return FP8
 
 
@@ -192,9 +191,8 @@ def _paged_shape(
     if page_size % PAGE_STEP:
         raise InvalidArgumentError("page_size", f"a multiple of {PAGE_STEP}", page_size)
     if shape.prefix % page_size:
-        raise InvalidArgumentError(
-            "prefix", f"whole pages, a multiple of page_size={page_size}", shape.prefix
-        )
+        expected = f"whole pages, a multiple of page_size={page_size}"
+        raise InvalidArgumentError("prefix", expected, shape.prefix)
     max_pages, shared = -(-shape.t // page_size), shape.prefix // page_size
     shape = replace(shape, page_size=page_size, t=max_pages * page_size)
     needed = shared + shape.b * (max_pages - shared)
@@ -212,7 +210,6 @@ def _bought(shape: CacheShape, budget_bytes: int, step_bytes: int, least: int) -
     fixed = shape.sizes().total_bytes
     steps = (budget_bytes - fixed) // step_bytes
     if steps < least:
-        raise InvalidArgumentError(
-            "budget_bytes", f"at least {fixed + least * step_bytes} bytes", budget_bytes
-        )
+        expected = f"at least {fixed + least * step_bytes} bytes"
+        raise InvalidArgumentError("budget_bytes", expected, budget_bytes)
     return int(steps)

@@ -244,9 +244,8 @@ def layout_of(task: AttentionTask) -> PrefixLayout:
 def own_pass(task: AttentionTask, layout: PrefixLayout) -> AttentionTask:
     """The queries of each request over its own tokens."""
     cache = as_pages(task.cache, layout.lengths, layout.table)
-    return replace(
-        task, cache=cache, prefix=None, schedule=None, out=None, empty_positive=False
-    )  # fmt: skip
+    alone: dict[str, Any] = {"prefix": None, "schedule": None, "out": None, "empty_positive": False}
+    return replace(task, cache=cache, **alone)
 
 
 def shared_pass(

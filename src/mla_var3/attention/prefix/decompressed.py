@@ -18,7 +18,7 @@ from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.attend import Inner, Wrapper
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixCopy, PrefixGroups
-from mla_var3.attention.prefix.layout import require_groups
+from mla_var3.attention.prefix.layout import not_shared, require_groups
 from mla_var3.attention.request.checks import FLOAT_DTYPES, inference, require_tensor
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -78,11 +78,7 @@ def _require_same_pages(
     held = at < view.lengths[own, None]
     wrong = (held & (table[own] != table[leader])).any(1).nonzero()
     if len(wrong):
-        raise InvalidArgumentError(
-            f"prefix_of[0, {members[int(wrong[0])]}]",
-            f"a group that shares {length} tokens, the same pages, with the request",
-            group,
-        )
+        raise not_shared(0, members[int(wrong[0])], length, group)
 
 
 def _spans(groups: PrefixGroups) -> dict[int, tuple[int, int]]:
@@ -133,25 +129,17 @@ class GroupedPrefixBackend(Wrapper):
         def attend(backend: Inner, view: CacheView, first: int, last: int) -> None:
             """The requests `first..last-1` as a call of their own."""
             own = slice(first, last)
-            part = replace(
-                task,
-                q=task.q[own],
-                q_rope=task.q_rope[own],
-                cache=view.span(first, last),
-                tree=None if task.tree is None else task.tree[own],
-                prefix=None,
-                out=output[own],
-            )
+            tree = None if task.tree is None else task.tree[own]
+            part = replace(task, q=task.q[own], q_rope=task.q_rope[own], tree=tree)
+            part = replace(part, cache=view.span(first, last), prefix=None, out=output[own])
             lse[own] = backend.run(part)[1]
 
         done = 0
         for copy in task.prefix.copies:
             if done < copy.first:
                 attend(self._others, plain, done, copy.first)
-            shared = replace(
-                plain, k_prefix=copy.keys, v_prefix=copy.values, k_rope_prefix=copy.rope
-            )
-            attend(self._inner, shared, copy.first, copy.last)
+            parts = {"k_prefix": copy.keys, "v_prefix": copy.values, "k_rope_prefix": copy.rope}
+            attend(self._inner, replace(plain, **parts), copy.first, copy.last)
             done = copy.last
         if done < plain.requests:
             attend(self._others, plain, done, plain.requests)

@@ -130,12 +130,9 @@ def is_pageable(view: CacheView) -> bool:
 
 
 def as_pages(view: CacheView, lengths: torch.Tensor, table: torch.Tensor) -> CacheView:
-    """The latent cache in pages `[pages, page, ...]`, without a copy.
+    """A cache for which `is_pageable` in pages `[pages, page, ...]`, without a copy.
 
-    Args:
-        view: A cache for which `is_pageable`.
-        lengths: Of the requests of the new view.
-        table: Their block table.
+    The new view has requests of its own, with these lengths and this block table.
     """
     latent, rope, scales = view.latent, view.rope, view.scales
     if view.block_table is not None:
@@ -270,8 +267,7 @@ def laid_out(
     launch = kernels.lay_out(
         {**dict.fromkeys(names), **written},
         {
-            "prefix_of": groups.prefix_of,
-            "prefix_length": groups.prefix_length,
+            **groups.tensors,
             "lengths": view.lengths,
             "cu_seqlens_q": cu_seqlens_q,
             "block_table": table,
@@ -306,10 +302,8 @@ def _empty_each(
     counts = {name: -(-math.prod(shape) // INT_STEP) * INT_STEP for name, shape in shapes.items()}
     memory = torch.empty(sum(counts.values()), dtype=torch.int32, device=device)
     found = memory.split(list(counts.values()))
-    return {
-        name: part[: math.prod(shape)].view(shape)
-        for (name, shape), part in zip(shapes.items(), found, strict=True)
-    }
+    pairs = zip(shapes.items(), found, strict=True)
+    return {name: part[: math.prod(shape)].view(shape) for (name, shape), part in pairs}
 
 
 def require_groups(groups: PrefixGroups, view: CacheView) -> None:
@@ -374,14 +368,10 @@ class _Level:
 def _level(
     groups: PrefixGroups, level: int, start: torch.Tensor, seen: torch.Tensor, page: int
 ) -> _Level:
-    """The groups of a level.
+    """The groups of a level, with so many tokens per page.
 
-    Args:
-        groups: all groups.
-        level: the level.
-        start: int64 `[b]`, where the shared tokens of each request end so far.
-        seen: int64 `[b]`, first tokens that all queries of a request see.
-        page: tokens per page.
+    Of each request, int64 `[b]`: where the shared tokens end so far, and the first tokens that all
+    its queries see.
     """
     b, count = start.shape[0], groups.groups
     group = groups.prefix_of[level].long()
@@ -453,11 +443,8 @@ def _check(
 ) -> None:
     """Check what the host may read: the order, and that members hold the pages of their group."""
     if groups.ordered and not bool((found.group[1:] >= found.group[:-1]).all()):
-        raise InvalidArgumentError(
-            "prefix_of",
-            "ascending groups (ordered=True)",
-            groups.prefix_of[level].tolist(),
-        )
+        got = groups.prefix_of[level].tolist()
+        raise InvalidArgumentError("prefix_of", "ascending groups (ordered=True)", got)
     if table is None:
         return
     begin, tokens = found.of_request(found.begin)[:, None], found.of_request(found.tokens)[:, None]
@@ -466,8 +453,10 @@ def _check(
     wrong = (shared & (table != table[found.of_request(found.leader)])).any(1).nonzero()
     if len(wrong):
         request = int(wrong[0])
-        raise InvalidArgumentError(
-            f"prefix_of[{level}, {request}]",
-            f"a group that shares {int(tokens[request])} tokens, the same pages, with the request",
-            int(found.group[request]),
-        )
+        raise not_shared(level, request, int(tokens[request]), int(found.group[request]))
+
+
+def not_shared(level: int, request: int, tokens: int, group: int) -> InvalidArgumentError:
+    """The error for a request whose pages are not those of its group."""
+    expected = f"a group that shares {tokens} tokens, the same pages, with the request"
+    return InvalidArgumentError(f"prefix_of[{level}, {request}]", expected, group)

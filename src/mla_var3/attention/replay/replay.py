@@ -127,12 +127,7 @@ class Replay:
         return (out, lse) if done else None
 
     def prepared(self, stream: int, inference: bool) -> StreamState:
-        """What the calls of this thread have in common; the first of them prepares it.
-
-        Args:
-            stream: the current stream.
-            inference: whether inference mode is on.
-        """
+        """What the calls of this thread have in common; the first of them prepares it."""
         try:
             known: StreamState = self._threads.prepared[stream, inference]
         except (AttributeError, KeyError):
@@ -169,14 +164,10 @@ class Replay:
         return {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
 
     def _bind_workspace(self, first: int) -> tuple[StreamLaunch, torch.Tensor | None, Any]:
-        """The launch on the current stream with memory for its workspace.
+        """The launch on the current stream, memory for its workspace, and objects to keep alive.
 
-        Args:
-            first: bytes, aligned, that the replay needs itself; the memory begins with them.
-
-        Returns:
-            The launch, the memory, and objects to keep alive. The memory is None where it is too
-            large to be kept; then each launch allocates the workspace.
+        The memory begins with the `first` bytes, aligned, that the replay needs itself. It is None
+        where it is too large to be kept; then each launch allocates the workspace.
         """
         names, parts = [*self.names, *self.outputs], self.launch.workspace
         sizes = [aligned(size) for size in parts.values()]
@@ -268,25 +259,18 @@ def keep_replay(
     cache: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Keep the launch of a call for the next calls of its key, where they can use it.
+    """Keep the launch of a checked call for the next calls of its key, where they can use it.
 
-    Args:
-        key: key of the call.
-        task: the call, checked.
-        launch: its launch; None when it has none.
-        cache: the cache as the caller gave it.
-        options: the optional arguments as the caller gave them.
+    Cache and options are as the caller gave them.
     """
     if key is None or launch is None or not _as_given(task, options):
         return
     if launch.stream() is None:
         return  # captured: tensors that the call made hold nothing before the graph has run
-    out = task.out
-    if out is not None and not out.is_contiguous():
+    if not (task.out is None or task.out.is_contiguous()):
         return  # it is written through a copy
-    if task.w_uk is not None and not task.q.is_contiguous():
-        return
-    store_replay(key, _replay_of(task, launch, tensor_names(key, cache, options)))
+    if task.w_uk is None or task.q.is_contiguous():
+        store_replay(key, _replay_of(task, launch, tensor_names(key, cache, options)))
 
 
 def _replay_of(task: AttentionTask, launch: Launch, names: list[str]) -> Replay:

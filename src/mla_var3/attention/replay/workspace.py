@@ -48,18 +48,12 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
 
 
 def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
-    """Workspace that the calls of this thread on the current stream share.
+    """Workspace that the calls of this thread on the current stream share; None for too much.
 
-    Sizes are powers of two, so all buffers of a stream together take less than twice the largest.
-    Inference mode has its own: its memory cannot be written outside of it, and operations on other
-    memory cost more in it.
-
-    Args:
-        device: where; the current one when it is a GPU.
-        needed: bytes.
-
-    Returns:
-        At least so many bytes, as uint8; None for more than is kept.
+    It is uint8, on the device, the current one when it is a GPU, with at least the bytes that are
+    needed. Sizes are powers of two, so all buffers of a stream together take less than twice the
+    largest. Inference mode has its own: its memory cannot be written outside of it, and operations
+    on other memory cost more in it.
     """
     if needed > LARGEST_BYTES:
         return None
@@ -77,26 +71,14 @@ def kept_lses(
 ) -> list[torch.Tensor]:
     """LSE tensors of one layout that no call of this thread has had yet; may be empty.
 
-    A call takes the last of them, or has `new_lse` add some.
-
-    Args:
-        device: where.
-        stream: the stream that the calls go to.
-        inference: whether they are in inference mode, whose tensors are different.
-        layout: shape and strides of the LSE of a call.
+    A call on the stream, in inference mode or not, takes the last, or has `new_lse` add some.
     """
     known: dict[tuple[torch.device, int, bool, Layout], list[torch.Tensor]] = _lses.values
     return known.setdefault((device, stream, inference, layout), [])
 
 
 def new_lse(kept: list[torch.Tensor], layout: Layout, empty: Maker) -> torch.Tensor:
-    """An LSE tensor for one call, and some for later ones where it is small.
-
-    Args:
-        kept: takes those of the later calls.
-        layout: shape and strides.
-        empty: makes tensors on the current stream.
-    """
+    """An LSE tensor for one call on the current stream; of small ones, `kept` takes some more."""
     shape, strides = layout
     step = aligned(math.prod(shape) * torch.float32.itemsize)
     count = min(LSES_AT_ONCE, LSES_BYTES // max(step, 1))

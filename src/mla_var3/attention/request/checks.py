@@ -71,10 +71,8 @@ def readable(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cuda" or not debug_on():
         return False
     if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            f"{DEBUG_VARIABLE}: expected no CUDA graph capture, got one; the checks read from the "
-            "device"
-        )
+        expected = f"{DEBUG_VARIABLE}: expected no CUDA graph capture, got one"
+        raise UnsupportedError(f"{expected}; the checks read from the device")
     return True
 
 
@@ -83,12 +81,7 @@ def require_range(
 ) -> None:
     """Require integers within bounds, if the host may look at them.
 
-    Args:
-        name: The argument's name in the message.
-        values: The integers.
-        minimum: The least of them.
-        maximum: The largest of them.
-        maximum_name: What the maximum is.
+    `name` is the argument's in the message, `maximum_name` says what the maximum is.
     """
     if not readable(values):
         return
@@ -96,9 +89,8 @@ def require_range(
     if len(wrong):
         index = wrong[0].tolist()
         limit = f"{maximum_name}={maximum}" if maximum_name else maximum
-        raise InvalidArgumentError(
-            f"{name}{index}", f"a number from {minimum} to {limit}", values[tuple(index)].item()
-        )
+        got = values[tuple(index)].item()
+        raise InvalidArgumentError(f"{name}{index}", f"a number from {minimum} to {limit}", got)
 
 
 def require_bounds(name: str, bounds: torch.Tensor, total: int) -> None:
@@ -117,15 +109,7 @@ def require_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None,
 ) -> torch.Tensor:
-    """The tensor, if it is one of the shape, dtype and device.
-
-    Args:
-        name: The argument's name in the message.
-        tensor: What came.
-        shape: What was expected.
-        dtypes: The dtypes that are allowed.
-        device: Where it has to be; None for anywhere.
-    """
+    """The tensor, if it has the shape, one of the dtypes, and the device where one is given."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgumentError(name, f"a tensor [{_labels(shape)}]", type(tensor).__name__)
     # Every call passes here several times, so nothing is formatted before something is wrong.
@@ -187,21 +171,20 @@ def index_tensor(
     """Integers as a tensor on the device; a list of numbers is copied there.
 
     Args:
-        name: The argument's name in the message.
-        value: A tensor of integers, or a sequence of them.
-        shape: What was expected.
-        device: Where it has to be.
-        dtype: The dtype of the result.
-        limits: Least and largest value, and what the largest is; None for any.
+        name: the argument's name in the message.
+        value: a tensor of integers, or a sequence of them.
+        shape: what was expected.
+        device: where it has to be.
+        dtype: the dtype of the result.
+        limits: least and largest value, and what the largest is; None for any.
     """
     given = value
     if not isinstance(value, torch.Tensor):
         try:
             value = torch.tensor(value, device="cpu")  # whatever the default device is
         except (TypeError, ValueError, RuntimeError):
-            raise InvalidArgumentError(
-                name, "integers, as a tensor or a sequence", repr(value)
-            ) from None
+            expected = "integers, as a tensor or a sequence"
+            raise InvalidArgumentError(name, expected, repr(value)) from None
         if value.numel() == 0:  # an empty list has no dtype of its own
             value = value.to(torch.int64)
     place = device if value is given else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ _FLAGS = (
 CALL_DTYPES = (*DTYPES, "float32")
 PARTIAL = "a cache that holds a part of each request (total_lengths)"
 BATCH_INVARIANT = "a result that does not depend on the batch (batch_invariant)"
+FLOAT32 = "float32; it takes bfloat16 and float16"
+UNALIGNED = "cache rows that are not 16-byte aligned"
 """What kernels refuse, as their reason says it."""
 
 
@@ -110,19 +112,14 @@ class CallShape:
             raise InvalidArgumentError("dtype", expected, repr(self.dtype))
         if self.cache_dtype is not None:
             cache_format(self.cache_dtype).require_widths(self.k, self.p)
-        if self.window_dtype is not None:
-            if self.window_dtype != FP8.name:
-                expected = f"{FP8.name!r} or None"
-                raise InvalidArgumentError("window_dtype", expected, repr(self.window_dtype))
-            if not self.window:
-                raise InvalidArgumentError("window_dtype", "none without a window", FP8.name)
+        if self.window_dtype not in (None, FP8.name):
+            expected = f"{FP8.name!r} or None"
+            raise InvalidArgumentError("window_dtype", expected, repr(self.window_dtype))
+        if self.window_dtype is not None and not self.window:
+            raise InvalidArgumentError("window_dtype", "none without a window", FP8.name)
 
     def refused_cache(self, formats: Sequence[str] = ()) -> str | None:
-        """Why a kernel refuses the cache of the call; None if it reads it.
-
-        Args:
-            formats: 8-bit formats that the kernel reads, beside 16-bit caches.
-        """
+        """Why a kernel that reads these 8-bit formats refuses the cache; None if it does not."""
         if self.cache_dtype is None or self.cache_dtype in formats:
             return None
         read = ", ".join(("16-bit ones", *formats))
@@ -156,3 +153,8 @@ class CallShape:
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
         return asdict(self)
+
+
+def refusal_of(reasons: Mapping[str, object]) -> str | None:
+    """The first reason that holds; None where none does."""
+    return next((reason for reason, holds in reasons.items() if holds), None)

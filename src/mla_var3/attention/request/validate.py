@@ -137,9 +137,8 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
         full = torch.full((c_kv.shape[0],), c_kv.shape[1], dtype=torch.int32, device=device)
         view = CacheView(c_kv, k_rope, full)
     else:
-        raise InvalidArgumentError(
-            "cache", "a LatentCache, a CacheView or a pair (c_kv, k_rope)", type(cache).__name__
-        )
+        expected = "a LatentCache, a CacheView or a pair (c_kv, k_rope)"
+        raise InvalidArgumentError("cache", expected, type(cache).__name__)
     paged: list[tuple[str, int | None]] = [("num_pages", None), ("page_size", None)]
     rows = [("b", b), ("t", None)] if view.block_table is None else paged
     fmt = view.format
@@ -253,9 +252,8 @@ def _task(
             raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)
         max_q = q.shape[1]
         if options.causal and options.total_lengths is None and max_q > view.capacity:
-            raise InvalidArgumentError(
-                "s", f"at most the t={view.capacity} slots of a request (causal)", max_q
-            )
+            expected = f"at most the t={view.capacity} slots of a request (causal)"
+            raise InvalidArgumentError("s", expected, max_q)
     tree = options.tree_mask
     if tree is not None:
         if not options.causal:
@@ -282,9 +280,8 @@ def _task(
     if isinstance(prefix, DecompressedPrefixes) and w_uk is not None:
         _require_copies(prefix, q, q_rope, ("v", out_width))
     if isinstance(prefix, PrefixLayout) and options.lengths is not None:
-        raise InvalidArgumentError(
-            "lengths", "none beside a PrefixLayout, which holds them", "some"
-        )
+        expected = "none beside a PrefixLayout, which holds them"
+        raise InvalidArgumentError("lengths", expected, "some")
     out = options.out
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")
@@ -297,22 +294,19 @@ def _task(
     if options.scale is not None:
         require_scale(options.scale)
     window = options.sliding_window
+    as_given = ("causal", "max_kv", "shards", "shard", "batch_invariant")
     task = AttentionTask(
         q=q,
         q_rope=q_rope,
         cache=view,
         w_uk=w_uk,
         w_uv=w_uv,
-        causal=options.causal,
+        **{name: getattr(options, name) for name in as_given},
         scale=float(key_width**-0.5 if options.scale is None else options.scale),
         tree=tree,
         cu_seqlens_q=query_bounds,
         max_q=max_q,
-        max_kv=options.max_kv,
         total_lengths=total,
-        shards=options.shards,
-        shard=options.shard,
-        batch_invariant=options.batch_invariant,
         sliding_window=None if window is None else min(window, MOST // 2),
         prefix=prefix,
         out=out,

@@ -42,11 +42,11 @@ class Candidate:
     """One kernel and what is known about it for a call; times are call times in microseconds.
 
     Attributes:
-        kernel, language: Its id.
-        refusal: Why it cannot serve the call; None when it can.
-        missing: What this machine lacks to run it; None when nothing.
-        estimate: What the model expects; None for a kernel that it does not know.
-        measured: Its kernel time as the autotuner measured it; None if it did not.
+        kernel, language: its id.
+        refusal: why it cannot serve the call; None when it can.
+        missing: what this machine lacks to run it; None when nothing.
+        estimate: what the model expects; None for a kernel that it does not know.
+        measured: its kernel time as the autotuner measured it; None if it did not.
     """
 
     kernel: str
@@ -119,16 +119,12 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        least_us, most_us = self.range_us
+        names = (
+            "kernel", "language", "refusal", "missing", "predicted_us", "measured_us", "steady_us"
+        )  # fmt: skip
         return {
-            "kernel": self.kernel,
-            "language": self.language,
-            "refusal": self.refusal,
-            "missing": self.missing,
-            "predicted_us": self.predicted_us,
-            "measured_us": self.measured_us,
-            "steady_us": self.steady_us,
-            "range_us": [least_us, most_us] if math.isfinite(most_us) else None,
+            **{name: getattr(self, name) for name in names},
+            "range_us": list(self.range_us) if math.isfinite(self.range_us[1]) else None,
             "measured_source": None if self.measured is None else self.measured.source,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
         }
@@ -172,13 +168,13 @@ class Explanation:
 def choose(
     shape: CallShape, spec: DeviceSpec, *, kernel: str = AUTO, runs_on: str = ""
 ) -> tuple[Explanation, Backend]:
-    """Choose for a call.
+    """Choose for a call on the device that the times are for.
 
     Args:
-        shape: Sizes and options of the call.
-        spec: The device that the times are for.
+        shape: sizes and options of the call.
+        spec: the device.
         kernel: "auto", or the kernel that has to be used.
-        runs_on: Where the tensors are, "cuda" or "cpu"; "" for a choice by sizes alone, which
+        runs_on: where the tensors are, "cuda" or "cpu"; "" for a choice by sizes alone, which
             does not depend on what is installed here.
 
     Raises:
@@ -291,20 +287,13 @@ def _times(pairs: Sequence[Pair]) -> str:
 
 
 def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidate:
-    kernel, language = backend.kernel, backend.language
+    kernel, language, targets = backend.kernel, backend.language, backend.targets
     refusal = backend.unsupported(shape)
-    if refusal is None and kernel != TORCH_TILED:
-        refusal = _target_refusal(backend, spec)
+    if refusal is None and targets is not None and not set(targets) & set(spec.targets):
+        refusal = f"{spec.name} ({spec.target}); it is written for {', '.join(targets)}"
     expected = None if refusal else estimate(kernel, shape.workload(), spec, language)
     measured = None if expected is None else _measured(backend, shape, spec)
     return Candidate(kernel, language, refusal, backend.missing(), expected, measured)
-
-
-def _target_refusal(backend: Backend, spec: DeviceSpec) -> str | None:
-    targets = backend.targets
-    if targets is None or set(targets) & set(spec.targets):
-        return None
-    return f"{spec.name} ({spec.target}); it is written for {', '.join(targets)}"
 
 
 def _measured(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Measured | None:

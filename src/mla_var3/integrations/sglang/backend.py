@@ -212,10 +212,8 @@ class HyperMLABackend(AttentionBackend):
     ) -> torch.Tensor | None:
         """Which draft tokens each draft token sees, bool `[b, s, s]`; None for chains.
 
-        Args:
-            forward_batch: a verification.
-            context: int32 `[b]`, tokens of each request before its drafts.
-            padded: whether some of the requests may have no part of the mask.
+        `context` are the tokens of each request before its drafts, int32 `[b]`. In a padded batch
+        some requests may have no part of the mask.
         """
         spec, s, b = forward_batch.spec_info, self.draft_tokens, context.shape[0]
         mask: torch.Tensor | None = getattr(spec, "custom_mask", None)
