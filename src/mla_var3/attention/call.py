@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import Attended
 from mla_var3.attention.backends.registry import AUTO
@@ -37,29 +38,29 @@ _SIZE_NAMES = tuple(field.name for field in fields(CallShape))
 
 
 def mla_attention(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: Cache,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
     *,
-    lengths: torch.Tensor | Sequence[int] | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
     causal: bool = True,
     scale: float | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = AUTO,
-    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     max_q: int | None = None,
-    tree_mask: torch.Tensor | None = None,
+    tree_mask: Tensor | None = None,
     max_kv: int | None = None,
-    total_lengths: torch.Tensor | Sequence[int] | None = None,
+    total_lengths: Tensor | Sequence[int] | None = None,
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
     sliding_window: int | None = None,
     prefix: Prefix | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
 
     The queries are the newest tokens: query i of a request of length L with s queries has position
@@ -148,8 +149,8 @@ def mla_attention(
 
 
 def mla_latent_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
     cache: Cache,
     *,
     d: int = HEAD_WIDTH,
@@ -157,7 +158,7 @@ def mla_latent_attention(
     prefix: Prefix | None = None,
     step: Step | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The latent attention alone, for engines that do the projections themselves.
 
     Args:
@@ -254,7 +255,7 @@ def execute(task: AttentionTask, kernel: str) -> Attended:
 
 def _execute_and_keep(
     task: AttentionTask, kernel: str, key: CallKey | None, cache: Cache, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute a checked call, and keep its launch for the next calls of its key."""
     output, lse, launch = execute(task, kernel)
     keep_replay(key, task, launch, cache, options)

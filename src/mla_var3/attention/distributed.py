@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mla_var3.attention.call import mla_attention
 from mla_var3.attention.merge import joint_lse, weight_of
@@ -37,7 +38,7 @@ def head_range(h: int, rank: int, world: int) -> slice:
     return slice(first, first + base + (rank < more))
 
 
-def gather_heads(o: torch.Tensor, h: int, group: Group = None) -> torch.Tensor:
+def gather_heads(o: Tensor, h: int, group: Group = None) -> Tensor:
     """The outputs of all h heads, `[..., h, d]`, on every rank of a group.
 
     This rank's, `o`, are `[..., h_rank, d]`.
@@ -71,7 +72,6 @@ class KvShare:
     size: int
 
     def __post_init__(self) -> None:
-        """Check every field."""
         require_int("world", self.world, minimum=1)
         require_int("rank", self.rank, minimum=0, maximum=self.world - 1, maximum_name="world-1")
         require_int("size", self.size, minimum=1)
@@ -84,40 +84,32 @@ class KvShare:
 
     @property
     def start(self) -> int:
-        """First position of the range."""
         return self.rank * self.size
 
-    def lengths(self, total_lengths: torch.Tensor) -> torch.Tensor:
+    def lengths(self, total_lengths: Tensor) -> Tensor:
         """Tokens of each request that this rank has, int32 `[b]`."""
         return (total_lengths - self.start).clamp(0, self.size).to(torch.int32)
 
 
 def kv_parallel_attention(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: Cache,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
     *,
-    total_lengths: torch.Tensor,
+    total_lengths: Tensor,
     share: KvShare,
     group: Group = None,
     return_lse: bool = False,
     **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`mla_attention` over KV tokens that are on several ranks; every rank gets the result.
 
-    Args:
-        q_nope: `[b, s, h, d]`, the same on all ranks.
-        q_rope: `[b, s, h, p]`, likewise.
-        cache: this rank's range, its first slot being position `share.start`.
-        w_uk: `[h, d, k]`.
-        w_uv: `[h, k, v]`.
-        total_lengths: tokens of each request over all ranks, int32 `[b]`.
-        share: which range this rank has.
-        group: the ranks.
-        return_lse: also return the LSE.
-        options: other options of `mla_attention`, except `lengths`, `out`, `shards` and `shard`.
+    Queries and weights are the same on all ranks. `cache` is this rank's range, `share`, of every
+    request's tokens, its first slot being position `share.start`; `total_lengths` are the tokens
+    over all ranks of the group, int32 `[b]`. Options are those of `mla_attention`, except
+    `lengths`, `out`, `shards` and `shard`.
     """
     require_tensor("total_lengths", total_lengths, [("b", None)], INDEX_DTYPES, q_nope.device)
     for name in ("lengths", "out", "shards", "shard"):
@@ -143,9 +135,7 @@ def kv_parallel_attention(
     return (output, lse) if return_lse else output
 
 
-def merge_over_ranks(
-    o: torch.Tensor, lse: torch.Tensor, group: Group = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_over_ranks(o: Tensor, lse: Tensor, group: Group = None) -> tuple[Tensor, Tensor]:
     """Merge attention over KV tokens that are on different ranks.
 
     This rank's is a normalised output `[..., e]` with its LSE `[...]`, float32; the result has the

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.cache.sizes import PAGE_STEP
@@ -91,7 +92,7 @@ class PagedReplay(Replay):
     def serves(self, metadata: object) -> bool:
         """Whether metadata is for these calls; empty metadata becomes so."""
         if type(metadata) is not FlashMLASchedMeta:
-            return isinstance(metadata, torch.Tensor)
+            return isinstance(metadata, Tensor)
         if metadata.config is not self.config:
             if metadata.config is not None and metadata.config != self.config:
                 return False
@@ -113,7 +114,7 @@ def _pointer_reader(rope_at: int) -> PointerReader:
     return read
 
 
-def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) -> PointerReader:
+def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: Tensor) -> PointerReader:
     """What reads the pointers of `_FP8_POINTERS` from the tensors of a call on an fp8 cache.
 
     The scales are in the pages, or a fifth tensor, or those of the first call, with this view of
@@ -139,42 +140,42 @@ def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) ->
 
 
 def get_mla_metadata(
-    cache_seqlens: torch.Tensor | None = None, *arguments: object, **options: object
-) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
+    cache_seqlens: Tensor | None = None, *arguments: object, **options: object
+) -> tuple[FlashMLASchedMeta, None] | tuple[Tensor, Tensor]:
     """The metadata that `flash_mla_with_kvcache` takes.
 
     Empty metadata, and None in the place of the number of splits. Callers of the older interface
     pass lengths, and numbers of heads, which are not used; they get two tensors, which they copy
     into buffers of their own and nothing reads.
     """
-    if not isinstance(cache_seqlens, torch.Tensor):
+    if not isinstance(cache_seqlens, Tensor):
         return FlashMLASchedMeta(), None
     metadata = cache_seqlens.new_zeros((1, OLDER_METADATA), dtype=torch.int32)
     return metadata, cache_seqlens.new_zeros((cache_seqlens.shape[0] + 1,), dtype=torch.int32)
 
 
 def flash_mla_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
-    num_splits: torch.Tensor | None = None,
+    tile_scheduler_metadata: FlashMLASchedMeta | Tensor,
+    num_splits: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: torch.Tensor | None = None,
-    extra_indices_in_kvcache: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
     enable_batch_invariant: bool = False,
-    descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens over a paged latent cache.
 
     Args:
@@ -208,7 +209,7 @@ def flash_mla_with_kvcache(
     key: CallKey | None = None
     # What is not served has no key; most calls give none of it.
     if (
-        (num_splits is None or isinstance(tile_scheduler_metadata, torch.Tensor))
+        (num_splits is None or isinstance(tile_scheduler_metadata, Tensor))
         and descale_q is None
         and out is None
         and not enable_batch_invariant
@@ -230,7 +231,7 @@ def flash_mla_with_kvcache(
         )  # fmt: skip
         replay = find_replay(key)
         if replay is not None and replay.serves(tile_scheduler_metadata):
-            repeated: tuple[torch.Tensor, torch.Tensor] | None = replay.attend(key[1])
+            repeated: tuple[Tensor, Tensor] | None = replay.attend(key[1])
             if repeated is not None:
                 return repeated
     sparse = {
@@ -244,7 +245,7 @@ def flash_mla_with_kvcache(
     for name, value in sparse.items():
         if value is not None:
             raise UnsupportedError(f"{name}: expected None (dense attention), got sparse attention")
-    if isinstance(tile_scheduler_metadata, torch.Tensor):
+    if isinstance(tile_scheduler_metadata, Tensor):
         tile_scheduler_metadata = FlashMLASchedMeta()  # schedules have no sizes to compare
     elif not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         got = type(tile_scheduler_metadata).__name__
@@ -331,7 +332,6 @@ def flash_mla_with_kvcache(
 
 
 def _format_of_rows(row_bytes: int, k: int, p: int) -> CacheFormat:
-    """The format of fp8 rows, by their bytes."""
     known = {fmt.row_bytes(k, p): fmt for fmt in FORMATS.values()}
     if row_bytes not in known:
         sizes = ", ".join(f"{size} ({fmt.name})" for size, fmt in sorted(known.items()))
@@ -339,21 +339,20 @@ def _format_of_rows(row_bytes: int, k: int, p: int) -> CacheFormat:
     return known[row_bytes]
 
 
-def _wide_queries(q: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Queries in 16 bits."""
+def _wide_queries(q: Tensor, scale: Tensor | None) -> Tensor:
     if q.dtype is not E4M3:
         if scale is not None:
             raise InvalidArgumentError("descale_q", f"None beside queries in {q.dtype}", "a scale")
         return q
     if scale is None:
         return q.to(torch.bfloat16)
-    if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
-        got = list(scale.shape) if isinstance(scale, torch.Tensor) else type(scale).__name__
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        got = list(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
         raise InvalidArgumentError("descale_q", "a tensor of one element", got)
     return (q.float() * scale.to(q.device, torch.float32).reshape(1)).to(torch.bfloat16)
 
 
-def _layout_of(tensor: torch.Tensor) -> Layout:
+def _layout_of(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tensor.stride()
 
 

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.attention import Step as Step  # engines find what they need here
@@ -56,21 +57,19 @@ class Pages:
         scales: The scale of a cache in e4m3, float32 `[1]`; None in 16 bits.
     """
 
-    latent: torch.Tensor
-    rope: torch.Tensor
-    scales: torch.Tensor | None = None
+    latent: Tensor
+    rope: Tensor
+    scales: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, cache: torch.Tensor, k: int = LATENT_WIDTH, scale: torch.Tensor | None = None
-    ) -> Pages:
+    def of(cls, cache: Tensor, k: int = LATENT_WIDTH, scale: Tensor | None = None) -> Pages:
         """The views; keep them per layer, so that a call need not make them again.
 
         The rows of the cache, with k latent columns, are in 16 bits or in 8 (e4m3, or bytes of it).
         The scale of an 8-bit cache, float32 of one element, None for 1, is read by every call.
         """
         require_int("k", k, minimum=1)
-        if not isinstance(cache, torch.Tensor):
+        if not isinstance(cache, Tensor):
             raise InvalidArgumentError("cache", "a tensor", type(cache).__name__)
         if cache.dim() != 3 or cache.shape[-1] < k:
             shape = list(cache.shape)
@@ -81,7 +80,7 @@ class Pages:
         return cls(parts.latent, parts.rope, parts.scales)
 
 
-def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
+def moved(known: Tensor, cache: Tensor) -> bool:
     """Whether a cache is another memory than the one that is known, or another view of it."""
     return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
         cache.data_ptr(), cache.shape, cache.stride(), cache.dtype,
@@ -89,26 +88,26 @@ def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
 
 
 def paged_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
     pages: Pages,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
     *,
     scale: float,
     max_q: int,
-    query_start_loc: torch.Tensor | None = None,
+    query_start_loc: Tensor | None = None,
     causal: bool = True,
-    tree_mask: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
-    total_lengths: torch.Tensor | None = None,
+    total_lengths: Tensor | None = None,
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
     step: Step | None = None,
     kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of the newest tokens of every request over its latent cache.
 
     Args:
@@ -136,9 +135,9 @@ def paged_attention(
         The latent output `[tokens, h, k]`, and the LSE `[tokens, h]` in float32 or None.
     """
     if not (
-        isinstance(q_latent, torch.Tensor) and isinstance(q_rope, torch.Tensor)
-        and isinstance(lengths, torch.Tensor) and isinstance(pages, Pages)
-        and isinstance(max_q, int) and (out is None or isinstance(out, torch.Tensor))
+        isinstance(q_latent, Tensor) and isinstance(q_rope, Tensor)
+        and isinstance(lengths, Tensor) and isinstance(pages, Pages)
+        and isinstance(max_q, int) and (out is None or isinstance(out, Tensor))
     ):  # fmt: skip
         raise _wrong_type(q_latent=q_latent, q_rope=q_rope, lengths=lengths, out=out, pages=pages,
                           max_q=max_q)  # fmt: skip
@@ -193,10 +192,10 @@ def _wrong_type(**given: Any) -> InvalidArgumentError:
     others = {
         "pages": (Pages, "Pages, as Pages.of makes them"),
         "max_q": (int, "an integer"),
-        "out": ((torch.Tensor, type(None)), "a tensor"),
+        "out": ((Tensor, type(None)), "a tensor"),
     }
     for name, value in given.items():
-        kind, expected = others.get(name, (torch.Tensor, "a tensor"))
+        kind, expected = others.get(name, (Tensor, "a tensor"))
         if not isinstance(value, kind):  # type: ignore[arg-type]
             break
     got = repr(value) if kind is int else type(value).__name__
@@ -249,7 +248,7 @@ def warm_up(
     # One program serves all counts of `KERNEL_ROWS` and more, but for one token, perhaps.
     counts = range(1, min(max_q, -(-KERNEL_ROWS // h) + 1) + 1)
 
-    def ints(*values: int) -> torch.Tensor:
+    def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     for s in counts:

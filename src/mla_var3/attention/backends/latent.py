@@ -1,23 +1,12 @@
 """The backend of kernels that attend over latent rows, for dense, paged and ragged batches.
 
-Such a kernel is a function
-
-    attend(operands: LatentOperands, options: LatentOptions) -> Launch | None
-
-on the tensors of one call (`kernel/cute_python/mla/latent/operands.py`). It writes `o_latent` and
-`lse`, and may return a `Launch` that repeats the call on other tensors of the same call key. A
-kernel of the package offers `attend` in its version module, and beside it
-`unsupported(shape: CallShape) -> str | None`.
+Such a kernel is a function `attend(operands, options)`, see `LatentKernel`, on the tensors of one
+call (`kernel/cute_python/mla/latent/operands.py`). It writes `o_latent` and `lse`, and may return a
+`Launch` that repeats the call on other tensors of the same call key. A kernel of the package offers
+`attend` in its version module, and beside it `unsupported(shape: CallShape) -> str | None`.
 
 A kernel may also run the projections around the attention in the same launch. It then offers
-`whole`, an object or module with
-
-    serves(projections: ProjectionOperands) -> bool
-    attend(projections, operands, options) -> Launch | None
-
-`serves` refuses widths, layouts or counts of queries that its projection kernels are not made for;
-then torch does the projections. `serves` looks at the tensors of the call alone, so results do not
-depend on whether a call was seen before.
+`whole`, a `WholeKernel`: an object or module.
 """
 
 from __future__ import annotations
@@ -28,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.request.shape import FLOAT32, PARTIAL, UNALIGNED, CallShape, refusal_of
 from mla_var3.attention.request.task import AttentionTask
@@ -60,33 +50,29 @@ launches nothing, when a pointer is not aligned."""
 class Launch(Protocol):
     """Repeats a call on tensors that differ from the first ones only in their pointers.
 
-    Attributes:
-        workspace: bytes of each operand that is workspace, by name.
+    `workspace` are the bytes of each operand that is workspace, by name.
     """
 
     workspace: Mapping[str, int]
 
     def stream(self) -> int | None:
-        """The stream that it would launch on now; None when it cannot launch now.
-
-        Another current device or a capture forbids it.
-        """
+        """The stream that it would launch on now; None on another device or in a capture."""
 
     def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[StreamLaunch, Any]:
-        """The launch on the current stream.
+        """What takes pointers and launches on the current stream, and what to keep alive for it.
 
-        Args:
-            names: the operand that each pointer of a launch is for; unknown names are ignored, and
-                the last of two equal ones counts.
-            fixed: pointers that stay, by operand.
-
-        Returns:
-            What takes the pointers and launches, and an object to keep alive as long as it is used.
+        The pointers are for the operands of these names; unknown ones are ignored, and the last of
+        two equal ones counts. Those of the `fixed` operands stay.
         """
 
 
 class WholeKernel(Protocol):
-    """The projections and the attention in one launch; see the module."""
+    """The projections and the attention in one launch.
+
+    `serves` refuses widths, layouts or counts of queries that its projection kernels are not made
+    for; then torch does the projections. It looks at the tensors of the call alone, so results do
+    not depend on whether a call was seen before.
+    """
 
     def serves(self, projections: ProjectionOperands) -> bool:
         """Whether the projections of a call are its own."""
@@ -98,7 +84,7 @@ class WholeKernel(Protocol):
 
 
 LatentKernel = Callable[[LatentOperands, LatentOptions], Launch | None]
-Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
+Attended = tuple[Tensor, Tensor, Launch | None]
 """Output, LSE and, where the kernel took every tensor as it was, the launch."""
 
 
@@ -119,19 +105,10 @@ class LatentBackend:
         sliding_window: bool = False,
         cache_formats: Sequence[str] = (),
     ) -> None:
-        """Wrap a kernel; with a kernel id its functions are found in its module when needed.
+        """Wrap a kernel, None for one of the package, whose module is imported when it is needed.
 
-        Args:
-            kernel: its id.
-            language: likewise.
-            attend: the kernel; None for one of the package.
-            unsupported: why it cannot serve a call shape; None when it can.
-            runs_on_cpu: whether it takes CPU tensors.
-            targets: architectures that it serves; None for all.
-            kernel_id: id of a kernel of the package.
-            whole: the kernel with its projections, see the module.
-            sliding_window: whether it obeys `LatentOptions.sliding_window`.
-            cache_formats: 8-bit formats that it reads.
+        It serves targets (None for all), 8-bit formats and perhaps sliding windows as said here. Of
+        the others `unsupported` says why it cannot serve a call shape.
         """
         self.kernel = kernel
         self.language = language
@@ -177,7 +154,7 @@ class LatentBackend:
             return None if refuses is None else refuses(shape)
         return self._unsupported(shape)
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         return self.run_repeatable(task)[:2]
 
     def run_repeatable(self, task: AttentionTask, sms: int = 0, overlap: str = "") -> Attended:
@@ -241,7 +218,7 @@ def _run_latent(
 
 
 def _operands(
-    task: AttentionTask, taken: _Taken, q_latent: torch.Tensor, out: torch.Tensor | None = None
+    task: AttentionTask, taken: _Taken, q_latent: Tensor, out: Tensor | None = None
 ) -> LatentOperands:
     return LatentOperands.allocate(
         task.q.shape[:-1],
@@ -260,9 +237,7 @@ def _operands(
     )
 
 
-def project_heads(
-    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def project_heads(rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply every head's rows with the head's weight, in one batched product without a copy.
 
     Rows are `[..., h, x]`, weights `[h, x, y]`; the result is `[..., h, y]`, `out` or contiguous.
@@ -297,12 +272,12 @@ class _Taken(NamedTuple):
         same: whether all of them are the caller's own memory.
     """
 
-    q_rope: torch.Tensor | None
-    block_table: torch.Tensor | None
-    lengths: torch.Tensor
-    total_lengths: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    scales: torch.Tensor | None
+    q_rope: Tensor | None
+    block_table: Tensor | None
+    lengths: Tensor
+    total_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    scales: Tensor | None
     same: bool
 
 
@@ -315,7 +290,7 @@ def _taken(task: AttentionTask) -> _Taken:
         else:
             rope = _equal_rows(task.q_rope)
         q_rope, same = _unless_copied(task.q_rope, rope)
-    indices: list[torch.Tensor | None] = []
+    indices: list[Tensor | None] = []
     for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
         if index is None:
             indices.append(None)
@@ -334,12 +309,12 @@ def _taken(task: AttentionTask) -> _Taken:
     return _Taken(q_rope, table, lengths, total, bounds, scales, same)
 
 
-def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def _unless_copied(given: Tensor, taken: Tensor) -> tuple[Tensor, bool]:
     """What is taken, and whether it is the memory that was given."""
     return taken, given.data_ptr() == taken.data_ptr()
 
 
-def _are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
+def _are_aligned(tensors: Iterable[Tensor]) -> bool:
     return all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
@@ -356,7 +331,7 @@ def _row_distance(sizes: Sequence[int], strides: Sequence[int], alone: int) -> i
     return distance
 
 
-def _are_whole(q: torch.Tensor, *distances: int) -> bool:
+def _are_whole(q: Tensor, *distances: int) -> bool:
     """Whether rows of stride 1 at these distances do not overlap and start at 16 bytes."""
     width, size = q.shape[-1], q.element_size()
     return q.stride(-1) == 1 and all(
@@ -364,7 +339,7 @@ def _are_whole(q: torch.Tensor, *distances: int) -> bool:
     )
 
 
-def _equal_rows(q: torch.Tensor) -> torch.Tensor:
+def _equal_rows(q: Tensor) -> Tensor:
     """The queries with their rows at equal distances, the stride of h; copied if need be."""
     distance = _row_distance(q.shape[:-1], q.stride()[:-1], q.shape[-1])
     if distance is None or not _are_whole(q, distance):
@@ -374,7 +349,7 @@ def _equal_rows(q: torch.Tensor) -> torch.Tensor:
     return _aligned(q)
 
 
-def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
+def boxed_rows(q: Tensor, any_heads: bool = False) -> Tensor:
     """The queries with one distance for heads and one for tokens; copied if need be.
 
     Head-major queries, views of `[h, tokens, width]`, stay where they are, if the kernel's copies
@@ -388,18 +363,17 @@ def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
     return _aligned(q)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def _aligned(tensor: Tensor) -> Tensor:
     offset = tensor.storage_offset() * tensor.element_size()
     if offset % ALIGNMENT_BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _dense_inside(index: torch.Tensor) -> torch.Tensor:
-    """Integers that lie side by side in the last dimension."""
+def _dense_inside(index: Tensor) -> Tensor:
     return index if index.stride(-1) == 1 else index.contiguous()
 
 
-def is_dense(out: torch.Tensor | None) -> bool:
+def is_dense(out: Tensor | None) -> bool:
     """Whether there is an output that kernels can write as it is: contiguous and aligned."""
     return out is not None and out.is_contiguous() and _aligned(out) is out

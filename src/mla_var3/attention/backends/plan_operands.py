@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.cache.copies import fill_ring
@@ -33,34 +34,25 @@ from mla_var3.attention.request.checks import kernel_ready
 from mla_var3.attention.request.shape import CallShape, refusal_of
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.op.mla.cache_formats import FORMATS
-from mla_var3.op.mla.inputs import (
-    MlaInputs,
-    decompress_all,
-    decompress_newest,
-    project_queries,
-)
+from mla_var3.op.mla.inputs import MlaInputs, decompress_all, decompress_newest, project_queries
 from mla_var3.op.mla.window.formats import FP8
 from mla_var3.runtime.stage import Stage
 
-Operands = tuple[torch.Tensor | None, ...]
+Operands = tuple[Tensor | None, ...]
 SMALL_PAGE_STEP = 16
 """Pages that cuTile's latent kernels take are multiples of this (`latent_plan.PAGE_STEP`)."""
 SIZES = ("b", "s", "t", "h", "d", "p", "k", "causal")
 """Fields that every plan has and a call decides."""
 
 
-def build_and_launch(
-    key: Hashable, operands: Operands, build: Callable[[], Stage]
-) -> list[torch.Tensor]:
+def build_and_launch(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
     """Build a stage and launch it; returns its outputs."""
     stage = build()
     stage.launch()
     return stage.output_tensors
 
 
-def launch_kept(
-    key: Hashable, operands: Operands, build: Callable[[], Stage]
-) -> list[torch.Tensor]:
+def launch_kept(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
     """Launch a stage that is built once per key; returns its outputs."""
     from mla_var3.kernel.cute_python.mla.hopper.stage_call import run_stage
 
@@ -98,7 +90,7 @@ class Service:
     refusal: Callable[[CallShape], str | None]
     fields: Callable[[CallShape], dict[str, Any]]
     build: Callable[[Any, CallShape, Operands], Stage] = plan_of_operands
-    run: Callable[[Hashable, Operands, Callable[[], Stage]], list[torch.Tensor]] = build_and_launch
+    run: Callable[[Hashable, Operands, Callable[[], Stage]], list[Tensor]] = build_and_launch
     latent: bool = False
     runs_on_cpu: bool = True
     any_queries: bool = False
@@ -161,8 +153,7 @@ def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operan
     return *rows, kernel_ready(task.cache.lengths), table, *masks, scales
 
 
-def _cache_scales(cache: CacheView, t: int) -> torch.Tensor | None:
-    """The scales of an 8-bit cache, where they are beside its rows."""
+def _cache_scales(cache: CacheView, t: int) -> Tensor | None:
     if cache.scales is None:
         return None
     if cache.scales.dim() == 1:
@@ -199,9 +190,7 @@ def complete_window(task: AttentionTask, newest: int, most: int) -> None:
     fill_ring(cache, task.w_uk, task.w_uv, (cache.lengths.long() - newest).clamp(min=0), most)
 
 
-def _straight_window(
-    task: AttentionTask, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _straight_window(task: AttentionTask, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The window in the order that the kernel reads: slot j at position max(len - n, 0) + j.
 
     Slots beyond the length hold NaN, which no kernel reads.
@@ -252,9 +241,7 @@ def _prefix_refusal(shape: CallShape) -> str | None:
     return _refusal(shape)
 
 
-def _latent_rows(
-    cache: CacheView, first: int, last: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _latent_rows(cache: CacheView, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Latent rows, rope keys and block table of the slots from `first` to `last`."""
     table, page = cache.block_table, cache.page_size
     if table is None or page is None:
@@ -277,7 +264,7 @@ def _full_copy_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Ope
     return *queries, keys, values, rope, kernel_ready(cache.lengths)
 
 
-def _all_rows(cache: CacheView, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _all_rows(cache: CacheView, t: int) -> tuple[Tensor, Tensor]:
     """Latent rows and rope keys of the first t slots of every request, in order."""
     page = cache.page_size or 1
     latent, rope = cache.tile(0, -(-t // page) * page)
@@ -292,20 +279,20 @@ def _window_fields(shape: CallShape) -> dict[str, Any]:
 class MixOperands(NamedTuple):
     """What the plan of a mix reads: decompressed tokens, and the latent ones if there are any."""
 
-    q_nope: torch.Tensor
-    q_rope: torch.Tensor
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-    rope: torch.Tensor | None
-    lengths: torch.Tensor
-    starts: torch.Tensor | None
-    w_uv: torch.Tensor
-    q_latent: torch.Tensor | None = None
-    latent: torch.Tensor | None = None
-    latent_rope: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    latent_lengths: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
+    q_nope: Tensor
+    q_rope: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    rope: Tensor | None
+    lengths: Tensor
+    starts: Tensor | None
+    w_uv: Tensor
+    q_latent: Tensor | None = None
+    latent: Tensor | None = None
+    latent_rope: Tensor | None = None
+    block_table: Tensor | None = None
+    latent_lengths: Tensor | None = None
+    scales: Tensor | None = None
 
     def stage(self, plan: Any, shape: CallShape, *, seen_by_all: bool, shared: bool) -> Stage:
         """The stage of a plan on these operands.
@@ -353,7 +340,7 @@ def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
 
 
 def _with_latent(
-    operands: MixOperands, task: AttentionTask, first: int, last: int, lengths: torch.Tensor
+    operands: MixOperands, task: AttentionTask, first: int, last: int, lengths: Tensor
 ) -> MixOperands:
     """The operands with the latent tokens in the slots from `first` to `last`."""
     assert task.w_uk is not None

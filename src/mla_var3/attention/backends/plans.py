@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import missing_language, project_heads
 from mla_var3.attention.backends.plan_operands import CUTE_SERVICES, CUTILE_SERVICES, Service
@@ -49,7 +49,6 @@ class PlannedBackend:
     """A backend around one kernel version and its plan."""
 
     def __init__(self, kernel_id: KernelId, service: Service) -> None:
-        """Wrap a kernel version; nothing of it is imported yet."""
         self._id, self._service = kernel_id, service
         self.kernel, self.language = kernel_id.full_name, kernel_id.language
         self.runs_on_cpu = service.runs_on_cpu
@@ -79,7 +78,7 @@ class PlannedBackend:
         # Where the language is missing, the shape alone says nothing against it.
         return refusal if refusal or self.missing() else _refusal(self._id, shape)
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         shape, service = task.shape(), self._service
         if task.cu_seqlens_q is not None and task.max_q is None:  # one may have them all
             shape = dataclasses.replace(shape, s=max(1, task.q.shape[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import LATENT_DESIGNS, LatentBackend
 from mla_var3.attention.backends.plans import PlannedBackend, service_of
@@ -50,7 +50,7 @@ class Backend(Protocol):
     def unsupported(self, shape: CallShape) -> str | None:
         """Why it cannot serve calls of this shape; None when it can."""
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         """Output and LSE of a call that `unsupported` accepts."""
 
 
@@ -104,12 +104,9 @@ def backends() -> list[Backend]:
 
 
 def named(kernel: str, known: Sequence[Backend]) -> list[Backend]:
-    """Those of the known backends that a `kernel` argument means.
+    """Those of the known backends that a `kernel` argument means; `UnknownNameError` for none.
 
     That is "auto", an id such as "flash_mla", or id and language, "flash_mla:cutile-dsl".
-
-    Raises:
-        UnknownNameError: there is none.
     """
     require_kernel_name(kernel)
     if kernel == AUTO:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.attention.cache.view import CacheView
@@ -20,9 +21,7 @@ from mla_var3.op.mla.window.quantise import E4M3
 from mla_var3.op.product import product
 
 
-def decompress_rows(
-    latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decompress_rows(latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
     """Keys `[m, h, d]` and values `[m, h, v]` of latent rows `[m, k]`, in the input dtype."""
     heads, width = w_uk.shape[0], w_uk.shape[1]
     keys = product(latent, w_uk.reshape(heads * width, -1).T)
@@ -30,7 +29,7 @@ def decompress_rows(
     return keys.view(-1, heads, width), values.view(-1, heads, w_uv.shape[2])
 
 
-def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) -> None:
+def copy_row(rows: Tensor, source: Tensor, targets: Tensor) -> None:
     """Copy the row `source`, int64 `[1]`, to the rows where `targets`, bool `[b]`, is true."""
     if rows.dtype.itemsize == 1:  # few operations of torch know e4m3
         rows = rows.view(torch.uint8)
@@ -40,7 +39,7 @@ def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) ->
 
 def _as_bytes(part: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
     """A tensor of one dtype with 8 bits as another; anything else as it is."""
-    return part.view(wanted) if isinstance(part, torch.Tensor) and part.dtype is given else part
+    return part.view(wanted) if isinstance(part, Tensor) and part.dtype is given else part
 
 
 class Window:
@@ -74,7 +73,7 @@ class Window:
         fp8: bool = False,
     ) -> None:
         """Make an empty ring; one in 8 bits has a multiple of 64 slots."""
-        self.scales: torch.Tensor | None = None
+        self.scales: Tensor | None = None
         if fp8:
             self.k_new, self.v_new, self.scales = PackedWindow.zeros(b, h, n, d, v, device)
         else:
@@ -94,12 +93,11 @@ class Window:
 
     @property
     def n(self) -> int:
-        """Slots per request."""
         return self.k_new.shape[2]
 
     def decompressed(
-        self, latent: torch.Tensor, leading: Shape, given: Mapping[str, torch.Tensor | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, latent: Tensor, leading: Shape, given: Mapping[str, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
         """Keys `[m, h, d]` and values `[m, h, v]` of new tokens, whose latent rows are `[m, k]`.
 
         As given in `k_new` and `v_new`, `[*leading, h, ...]`, or from `w_uk` and `w_uv`.
@@ -127,12 +125,12 @@ class Window:
 
     def write(
         self,
-        requests: torch.Tensor,
-        positions: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rope: torch.Tensor,
-        valid: torch.Tensor,
+        requests: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rope: Tensor,
+        valid: Tensor,
     ) -> None:
         """Put the valid tokens into their slots, which must differ.
 
@@ -141,24 +139,22 @@ class Window:
         ring = self.k_new, self.v_new, self.scales, self.k_rope_new
         _put(ring, (requests, positions % self.n), keys, values, rope, valid)
 
-    def grow(self, lengths: torch.Tensor) -> None:
+    def grow(self, lengths: Tensor) -> None:
         """After tokens were written up to `lengths`, int32: the oldest slots hold newer tokens."""
         self.start.clamp_(min=lengths - self.n)
 
-    def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
+    def fork(self, request: Tensor, targets: Tensor) -> None:
         """Copy the ring of one request, int64 `[1]`, to others, bool `[b]`."""
         for part in (self.k_new, self.v_new, self.scales, self.k_rope_new, self.start):
             if part is not None:
                 copy_row(part, request, targets)
 
-    def shrink(self, lengths: torch.Tensor) -> None:
+    def shrink(self, lengths: Tensor) -> None:
         """After tokens at and beyond `lengths`, int32, were dropped."""
         self.start.clamp_(max=lengths)
 
 
-def fill_ring(
-    view: CacheView, w_uk: torch.Tensor, w_uv: torch.Tensor, oldest: torch.Tensor, most: int
-) -> None:
+def fill_ring(view: CacheView, w_uk: Tensor, w_uv: Tensor, oldest: Tensor, most: int) -> None:
     """Decompress tokens that a ring lacks into their slots, in place.
 
     The lengths of the view are those that its ring was filled for. The ring has to hold the
@@ -180,12 +176,12 @@ def fill_ring(
 
 
 def _put(
-    ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    places: tuple[torch.Tensor, torch.Tensor],
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    new_rope: torch.Tensor,
-    valid: torch.Tensor,
+    ring: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    places: tuple[Tensor, Tensor],
+    new_keys: Tensor,
+    new_values: Tensor,
+    new_rope: Tensor,
+    valid: Tensor,
 ) -> None:
     """Write the valid tokens into a ring of keys, values, scales and rope keys.
 
@@ -215,13 +211,12 @@ class Prefix:
     def __init__(
         self, h: int, length: int, d: int, v: int, p: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate a prefix."""
         self.length = length
         self.k_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
         self.v_prefix = torch.zeros((h, length, v), dtype=dtype, device=device)
         self.k_rope_prefix = torch.zeros((length, p), dtype=dtype, device=device)
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor) -> None:
+    def write(self, keys: Tensor, values: Tensor, rope: Tensor) -> None:
         """Fill it with keys `[length, h, d]`, values `[length, h, v]` and rope `[length, p]`."""
         self.k_prefix.copy_(keys.transpose(0, 1))
         self.v_prefix.copy_(values.transpose(0, 1))

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.pages import PagePool
 from mla_var3.attention.cache.sizes import CacheShape
@@ -42,7 +43,6 @@ class CacheIndex:
     """
 
     def __init__(self, shape: CacheShape, storage: Storage) -> None:
-        """The index of an empty cache."""
         self.shape, self.storage = shape, storage
         device, size = storage.buffer.device, shape.page_size
         self.pages: PagePool | None = None
@@ -64,7 +64,7 @@ class CacheIndex:
         vars(self).update(state)
         self.kernels = CacheKernels(self)
 
-    def append(self, tokens: NewTokens, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    def append(self, tokens: NewTokens, latent: Tensor, rope: Tensor) -> Tensor:
         """Take tokens, rows `[m, k]` and `[m, p]`, as far as there is space, and write them.
 
         Returns:
@@ -80,7 +80,7 @@ class CacheIndex:
             raise
         return taken
 
-    def take_back(self, taken: torch.Tensor, sources: torch.Tensor | None = None) -> None:
+    def take_back(self, taken: Tensor, sources: Tensor | None = None) -> None:
         """Drop the tokens that an `append` took before it failed; a captured one has not happened.
 
         The pages in `sources`, see `PagePool.reserve`, may not have been copied.
@@ -94,13 +94,13 @@ class CacheIndex:
         except Exception:  # the first error is the one to raise
             log.warning("the tokens of a failed append stay counted", exc_info=True)
 
-    def placed(self, tokens: NewTokens, taken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def placed(self, tokens: NewTokens, taken: Tensor) -> tuple[Tensor, Tensor]:
         """Of the last `append`: position of each row, int64 `[m]`, and whether it was taken."""
         rows = tokens.rows
         first = (self.lengths - taken).long()
         return first[rows.requests] + rows.offsets, rows.valid & (taken[rows.requests] > 0)
 
-    def drop(self, dropped: torch.Tensor) -> None:
+    def drop(self, dropped: Tensor) -> None:
         """Drop tokens, int `[b]`, or all tokens of some requests, bool `[b]`.
 
         A shared prefix stays. A request that is emptied has refused nothing.
@@ -117,7 +117,7 @@ class CacheIndex:
             self.pages.release(left)
         self.lengths.copy_(left)
 
-    def _reserve(self, tokens: NewTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _reserve(self, tokens: NewTokens) -> tuple[Tensor, Tensor | None]:
         """Tokens that are taken, int32 `[b]`, and pages to copy as in `PagePool.reserve`."""
         pool = self.pages
         if pool is not None and not self.forks:
@@ -135,10 +135,7 @@ class CacheIndex:
         self.refused.add_((asked - taken).to(torch.int32))
         return taken, sources
 
-    def _write(
-        self, tokens: NewTokens, taken: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
-    ) -> None:
-        """Write the tokens that were taken."""
+    def _write(self, tokens: NewTokens, taken: Tensor, latent: Tensor, rope: Tensor) -> None:
         if self.kernels.write(latent, rope, tokens, taken):
             return
         positions, valid = self.placed(tokens, taken)
@@ -148,7 +145,7 @@ class CacheIndex:
             slots = self.pages.rows(tokens.rows.requests, positions)
         self.storage.put(slots, latent, rope, valid)
 
-    def _copy_pages(self, pool: PagePool, taken: torch.Tensor, sources: torch.Tensor) -> None:
+    def _copy_pages(self, pool: PagePool, taken: Tensor, sources: Tensor) -> None:
         """Fill the new pages that replace pages with other owners."""
         if self.kernels.copy(sources, taken):
             return
@@ -174,9 +171,8 @@ class CacheKernels:
     """
 
     def __init__(self, index: CacheIndex) -> None:
-        """Find out which kernels serve a cache on its device."""
         self._index = index
-        self._parts: tuple[torch.Tensor, Parts] | None = None
+        self._parts: tuple[Tensor, Parts] | None = None
         self._launched: set[tuple[object, ...]] = set()
         self._failed: set[object] = set()
         storage = index.storage
@@ -186,19 +182,14 @@ class CacheKernels:
             self.serve(float8=capability >= FLOAT8_CAPABILITY, fp8=storage.format is not None)
 
     def serve(self, *, float8: bool, fp8: bool) -> None:
-        """Use kernels where they serve the sizes of the cache.
-
-        Args:
-            float8: whether the device has float8.
-            fp8: whether the cache needs it.
-        """
+        """Use kernels where they serve the cache, on a device with or without float8."""
         from mla_var3.kernel.cutile.mla import append_rows, reserve_pages
 
         shape = self._index.shape
         self.pages = reserve_pages.serves(shape.b, -(-shape.t // (shape.page_size or shape.t)))
         self.rows = (float8 or not fp8) and append_rows.serves(shape.k, shape.p, shape.b)
 
-    def reserve(self, tokens: NewTokens) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def reserve(self, tokens: NewTokens) -> tuple[Tensor, Tensor | None] | None:
         """Take tokens as far as there is space: those taken, and the pages to copy.
 
         Lengths, refused counts and pages change. None where torch has to.
@@ -217,8 +208,7 @@ class CacheKernels:
         )  # fmt: skip
         return (taken, sources) if self._launch(launch, tokens.given) else None
 
-    def release(self, dropped: torch.Tensor) -> bool:
-        """Drop tokens, int `[b]`, or all tokens of some requests, bool `[b]`."""
+    def release(self, dropped: Tensor) -> bool:
         if not self.pages or torch.compiler.is_compiling():
             return False
         from mla_var3.kernel.cutile.mla.reserve_pages import release_launch
@@ -231,7 +221,7 @@ class CacheKernels:
         )
         return self._launch(launch, dropped)
 
-    def copy(self, sources: torch.Tensor, taken: torch.Tensor) -> bool:
+    def copy(self, sources: Tensor, taken: Tensor) -> bool:
         """Copy the pages that requests append to and others keep; see `copy_launch`."""
         if not self.pages or torch.compiler.is_compiling():
             return False
@@ -241,9 +231,7 @@ class CacheKernels:
         buffer, tables = index.storage.buffer, _pool(index.pages)
         return self._launch(copy_launch(buffer, sources, taken, index.lengths, tables))
 
-    def write(
-        self, latent: torch.Tensor, rope: torch.Tensor, tokens: NewTokens, taken: torch.Tensor
-    ) -> bool:
+    def write(self, latent: Tensor, rope: Tensor, tokens: NewTokens, taken: Tensor) -> bool:
         """Write the tokens that were taken; see `append_launch`."""
         if not self.rows or torch.compiler.is_compiling():
             return False
@@ -261,7 +249,7 @@ class CacheKernels:
         )  # fmt: skip
         return self._launch(launch, latent, rope, tokens.bounds)
 
-    def _launch(self, launch: Any, *given: torch.Tensor | None) -> bool:
+    def _launch(self, launch: Any, *given: Tensor | None) -> bool:
         """Launch, unless it would compile where it must not.
 
         The tensors that are given may differ from one call to the next.
@@ -289,7 +277,6 @@ class CacheKernels:
 
 
 def _pool(pool: PagePool | None) -> Any:
-    """The tensors of a pool as its kernels take them."""
     from mla_var3.kernel.cutile.mla.reserve_pages import Pool
 
     if pool is None:
@@ -297,7 +284,7 @@ def _pool(pool: PagePool | None) -> Any:
     return Pool(pool.block_table, pool.owners, pool.free, pool.free_count, pool.page_size)
 
 
-def capturing(tensor: torch.Tensor) -> bool:
+def capturing(tensor: Tensor) -> bool:
     """Whether work on a tensor is captured into a CUDA graph now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.tokens import masked_put
 
@@ -56,19 +57,14 @@ class PagePool:
         )
 
     def reserve(
-        self, lengths: torch.Tensor, counts: torch.Tensor, most: int, copies: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, lengths: Tensor, counts: Tensor, most: int, copies: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Give every request the pages that more tokens need, as far as pages are left.
 
-        Requests are served in order, each completely or not at all. Once one does not get its
-        pages, no later one gets any.
-
-        Args:
-            lengths: int64 `[b]`, tokens that each request has.
-            counts: int64 `[b]`, tokens to come.
-            most: host-side bound on `counts`.
-            copies: whether pages may have several owners. A request that would write into such a
-                page gets a new one in its place, to be filled by the caller.
+        Lengths and counts of tokens to come are int64 `[b]`, at most `most` for each. Requests are
+        served in order, each completely or not at all. Once one does not get its pages, no later
+        one gets any. With `copies` pages may have several owners: a request that would write into
+        such a page gets a new one in its place, to be filled by the caller.
 
         Returns:
             Whether each request has pages for its tokens, bool `[b]`, and the page to copy before
@@ -102,7 +98,7 @@ class PagePool:
         self._disown(last, copied)
         return granted, torch.where(copied, last, NO_PAGE).to(torch.int32)
 
-    def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
+    def fork(self, request: Tensor, targets: Tensor) -> None:
         """Give the pages of one request, int64 `[1]`, to others, bool `[b]`, as well.
 
         Theirs must have been released, and the request itself is not among them.
@@ -114,7 +110,7 @@ class PagePool:
         added = (targets.sum() * (columns >= self._shared) * (row[0] != NO_PAGE)).to(torch.int32)
         self.owners.index_add_(0, row[0].long().clamp(min=0), added)
 
-    def release(self, lengths: torch.Tensor) -> None:
+    def release(self, lengths: Tensor) -> None:
         """Take every page beyond the given lengths, int64 `[b]`, from its request.
 
         A page is free again when its last owner has lost it.
@@ -126,17 +122,17 @@ class PagePool:
         self._disown(self.block_table.flatten().long().clamp(min=0), unused.flatten())
         self.block_table.masked_fill_(unused, NO_PAGE)
 
-    def rows(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rows(self, requests: Tensor, positions: Tensor) -> Tensor:
         """Row in the flat buffer of each token, int64; meaningless where no page is held."""
         page = self.pages_at(requests, positions // self.page_size)
         return page * self.page_size + positions % self.page_size
 
-    def pages_at(self, requests: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def pages_at(self, requests: Tensor, columns: Tensor) -> Tensor:
         """Pages at columns of the block table, int64; some page where there is none."""
         columns = columns.clamp(0, self.block_table.shape[1] - 1)
         return self.block_table[requests, columns].long().clamp(min=0)
 
-    def _disown(self, pages: torch.Tensor, lost: torch.Tensor) -> None:
+    def _disown(self, pages: Tensor, lost: Tensor) -> None:
         """Take away one owner per page, int64 `[m]`, where `lost`; free those without any."""
         self.owners.index_add_(0, pages, -lost.to(torch.int32))
         entries = torch.arange(pages.shape[0], device=pages.device)

@@ -47,11 +47,9 @@ class CacheSizes:
 
     @property
     def total_bytes(self) -> int:
-        """All parts together."""
         return self.latent_bytes + self.window_bytes + self.prefix_bytes + self.index_bytes
 
     def to_dict(self) -> dict[str, int]:
-        """The fields and their sum, JSON-ready."""
         return {**asdict(self), "total_bytes": self.total_bytes}
 
 
@@ -60,18 +58,15 @@ class CacheShape:
     """The sizes that a cache is allocated by.
 
     Attributes:
-        b: requests.
-        t: slots per request, a multiple of the page size in a paged cache.
+        b, t: requests, and slots of each, a multiple of the page size in a paged cache.
         k, p: latent and rope width.
         row_bytes: bytes of a token in the latent cache.
         element_size: bytes per element of the decompressed parts.
         page_size: tokens per page; None for a dense cache.
         num_pages: pages of all requests; 0 for a dense cache.
-        window: slots of the ring.
+        window, window_form: slots of the ring, and how it is stored.
         prefix: tokens of the shared prefix.
-        heads, head_dim: of the decompressed parts.
-        value_dim: width of their values.
-        window_form: how the ring is stored.
+        heads, head_dim, value_dim: of the decompressed parts.
     """
 
     b: int
@@ -90,7 +85,6 @@ class CacheShape:
     window_form: WindowForm = PLAIN
 
     def sizes(self) -> CacheSizes:
-        """What a cache of this shape takes."""
         token = (self.heads, self.head_dim, self.value_dim, self.p, self.element_size)
         if self.page_size is None:
             rows, index = self.b * self.t, 0

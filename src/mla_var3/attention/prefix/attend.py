@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import (
     Attended,
@@ -45,7 +46,7 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.op.mla.prefix.problem import overlap_sms
 
-Partial = tuple[torch.Tensor, torch.Tensor]
+Partial = tuple[Tensor, Tensor]
 """Output and LSE."""
 FUSED_WIDTH, FUSED_ROPE = 512, 64
 """Latent and rope width of the small kernels; only the one that gathers queries reads rope."""
@@ -79,7 +80,6 @@ class Wrapper:
     suffix: ClassVar[str]
 
     def __init__(self, inner: Inner) -> None:
-        """Wrap that backend."""
         self._inner = inner
         self.kernel, self.language = f"{inner.kernel}_{self.suffix}", inner.language
         self.runs_on_cpu, self.targets = inner.runs_on_cpu, inner.targets
@@ -252,7 +252,7 @@ def shared_pass(
     task: AttentionTask,
     layout: PrefixLayout,
     part: PrefixPart,
-    gathered: tuple[torch.Tensor, ...] | None = None,
+    gathered: tuple[Tensor, ...] | None = None,
 ) -> AttentionTask:
     """The queries of each group over its shared tokens, all of which they see.
 
@@ -276,7 +276,7 @@ def shared_pass(
     )
 
 
-def merge(own: Partial, parts: list[Partial], places: list[torch.Tensor]) -> Partial:
+def merge(own: Partial, parts: list[Partial], places: list[Tensor]) -> Partial:
     """Merge the parts, whose rows are at `places`, into the result over the own tokens."""
     output, lse = own
     partials = [(output.flatten(0, -3), lse.flatten(0, -2))]
@@ -329,9 +329,8 @@ class PrefixLaunch:
     """
 
     def __init__(self) -> None:
-        """No step yet."""
         self.workspace: Mapping[str, int] = {}
-        self.constants: dict[str, torch.Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
         self._steps: list[tuple[Any, Operands]] = []
         self._attention: Launch | None = None
 
@@ -341,7 +340,7 @@ class PrefixLaunch:
         if operands is OWN_PASS:
             self._attention = launch
 
-    def keep(self, **tensors: torch.Tensor) -> None:
+    def keep(self, **tensors: Tensor) -> None:
         """Name tensors that one step writes for another."""
         sizes = {name: each.numel() * each.element_size() for name, each in tensors.items()}
         self.workspace = {**self.workspace, **sizes}
@@ -351,11 +350,9 @@ class PrefixLaunch:
         return None if any(launch is None for launch, _ in self._steps) else self
 
     def stream(self) -> int | None:
-        """The stream that it would launch on now; None when it cannot launch now."""
         return None if self._attention is None else self._attention.stream()
 
     def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[StreamLaunch, Any]:
-        """The launch on the current stream."""
         kept = {name: tensor.data_ptr() for name, tensor in self.constants.items()} | dict(fixed)
         launches, owners = [], []
         for step, operands in self._steps:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.latent_cache import LatentCache
@@ -27,22 +28,14 @@ from mla_var3.errors import InvalidArgumentError
 
 @inference
 def decompress_prefixes(
-    groups: PrefixGroups,
-    cache: LatentCache | CacheView,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    groups: PrefixGroups, cache: LatentCache | CacheView, w_uk: Tensor, w_uv: Tensor
 ) -> DecompressedPrefixes:
     """Decompress the prefix of every group, once for all steps; reads the groups on the host.
 
-    Args:
-        groups: one level; the requests of a group are neighbours.
-        cache: holds the prefixes.
-        w_uk: up-projection of the keys, `[h, d, k]`.
-        w_uv: up-projection of the values, `[h, k, v]`.
-
-    Returns:
-        What the calls take as `prefix`. Groups without a whole page, with one request, or with
-        none that holds the whole prefix have no copy.
+    They have one level, and the requests of a group are neighbours. The cache holds the prefixes;
+    the up-projections are `[h, d, k]` and `[h, k, v]`. The calls take the result as `prefix`.
+    Groups without a whole page, with one request, or with none that holds the whole prefix have no
+    copy.
     """
     view = cache.view() if isinstance(cache, LatentCache) else cache
     require_groups(groups, view)
@@ -119,7 +112,7 @@ class GroupedPrefixBackend(Wrapper):
         rest = replace(one, prefix=0)
         return self._inner.unsupported(one) or self._others.unsupported(rest)
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         assert isinstance(task.prefix, DecompressedPrefixes)
         rows = tuple(task.q.shape[:-1])
         output = task.q.new_empty((*rows, task.width)) if task.out is None else task.out

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import Launch, StreamLaunch
 from mla_var3.attention.replay.key import CallKey, Layout, Tensors, store_replay, tensor_names
@@ -30,7 +31,7 @@ from mla_var3.runtime.cute.torch_fast import Maker, tensor_maker, view_as, witho
 _is_inference = torch.is_inference_mode_enabled
 _LSE_BYTES = torch.float32.itemsize
 
-StreamState = tuple[StreamLaunch, list[torch.Tensor], int, Any]
+StreamState = tuple[StreamLaunch, list[Tensor], int, Any]
 """What the calls of one thread on one stream in one mode have in common: the launch; LSE tensors
 that no call has had yet, see `workspace.py`; the pointer of an LSE that no caller asked for, 0
 where callers always do; and objects to keep alive. A plain tuple, which unpacks faster."""
@@ -96,7 +97,7 @@ class Replay:
     launch: Launch
     names: Sequence[str]
     outputs: Sequence[str]
-    fixed: Mapping[str, torch.Tensor]
+    fixed: Mapping[str, Tensor]
     output: Layout
     lse: Layout
     dtype: torch.dtype
@@ -108,7 +109,7 @@ class Replay:
 
     def attend(
         self, tensors: Tensors, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Output and, if asked for, LSE; None when this call has to go the full path."""
         stream = self.launch.stream()
         if stream is None:
@@ -163,7 +164,7 @@ class Replay:
     def _fixed(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
 
-    def _bind_workspace(self, first: int) -> tuple[StreamLaunch, torch.Tensor | None, Any]:
+    def _bind_workspace(self, first: int) -> tuple[StreamLaunch, Tensor | None, Any]:
         """The launch on the current stream, memory for its workspace, and objects to keep alive.
 
         The memory begins with the `first` bytes, aligned, that the replay needs itself. It is None
@@ -208,8 +209,7 @@ class ProjectedReplay(Replay):
 
     def attend(
         self, tensors: Tensors, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Output and, if asked for, LSE; None when this call has to go the full path."""
+    ) -> tuple[Tensor, Tensor | None] | None:
         if _is_inference():
             return self._attend(tensors, with_lse, True)
         with without_gradients():
@@ -217,7 +217,7 @@ class ProjectedReplay(Replay):
 
     def _attend(
         self, tensors: Tensors, with_lse: bool, inference: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         stream = self.launch.stream()
         if stream is None:
             return None
@@ -246,7 +246,7 @@ class ProjectedReplay(Replay):
         first, second = (part.as_strided(shape, strides) for part in rows)
         return launch, 0, ((first, second, memory[:lse_bytes].view(torch.float32)), kept)
 
-    def _allocated(self) -> tuple[torch.Tensor, ...]:
+    def _allocated(self) -> tuple[Tensor, ...]:
         """Latent queries and outputs by head, and an LSE, for one call."""
         rows = (self.empty(*self.latents, self.dtype) for _ in range(2))
         return (*rows, self.empty(*self.lse, torch.float32))
@@ -304,7 +304,6 @@ def _replay_of(task: AttentionTask, launch: Launch, names: list[str]) -> Replay:
 
 
 def _dense(shape: tuple[int, ...]) -> Layout:
-    """A contiguous layout."""
     strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     return shape, tuple(strides)
 
@@ -318,7 +317,7 @@ def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
         (options.get("total_lengths"), task.total_lengths),
     )
     return all(
-        given is None or (isinstance(given, torch.Tensor) and given.data_ptr() == taken.data_ptr())
+        given is None or (isinstance(given, Tensor) and given.data_ptr() == taken.data_ptr())
         for given, taken in pairs
         if taken is not None
     )

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.replay.key import Layout
 from mla_var3.runtime.call_state import CALL_STATE
@@ -47,7 +48,7 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
     return partial(raw_stream, device.index) if device.type == "cuda" else int
 
 
-def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
+def shared_memory(device: torch.device, needed: int) -> Tensor | None:
     """Workspace that the calls of this thread on the current stream share; None for too much.
 
     It is uint8, on the device, the current one when it is a GPU, with at least the bytes that are
@@ -59,25 +60,23 @@ def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
         return None
     size = max(SMALLEST_BYTES, 1 << (needed - 1).bit_length())
     key = (device, stream_reader(device)(), size, torch.is_inference_mode_enabled())
-    buffers: dict[tuple[torch.device, int, int, bool], torch.Tensor] = _buffers.values
+    buffers: dict[tuple[torch.device, int, int, bool], Tensor] = _buffers.values
     found = buffers.get(key)
     if found is None:
         found = buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
     return found
 
 
-def kept_lses(
-    device: torch.device, stream: int, inference: bool, layout: Layout
-) -> list[torch.Tensor]:
+def kept_lses(device: torch.device, stream: int, inference: bool, layout: Layout) -> list[Tensor]:
     """LSE tensors of one layout that no call of this thread has had yet; may be empty.
 
     A call on the stream, in inference mode or not, takes the last, or has `new_lse` add some.
     """
-    known: dict[tuple[torch.device, int, bool, Layout], list[torch.Tensor]] = _lses.values
+    known: dict[tuple[torch.device, int, bool, Layout], list[Tensor]] = _lses.values
     return known.setdefault((device, stream, inference, layout), [])
 
 
-def new_lse(kept: list[torch.Tensor], layout: Layout, empty: Maker) -> torch.Tensor:
+def new_lse(kept: list[Tensor], layout: Layout, empty: Maker) -> Tensor:
     """An LSE tensor for one call on the current stream; of small ones, `kept` takes some more."""
     shape, strides = layout
     step = aligned(math.prod(shape) * torch.float32.itemsize)

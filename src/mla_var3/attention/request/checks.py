@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
@@ -58,13 +59,13 @@ def inference(function: F) -> F:
     return cast("F", run)
 
 
-def readable(tensor: torch.Tensor) -> bool:
+def readable(tensor: Tensor) -> bool:
     """Whether the host may look at the values of a tensor.
 
     Raises:
         UnsupportedError: They are on the device, to be checked, while a CUDA graph is captured.
     """
-    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+    if type(tensor) is not Tensor or torch.compiler.is_compiling():
         return False  # a tensor of a traced program
     if tensor.device.type == "cpu":
         return True
@@ -77,7 +78,7 @@ def readable(tensor: torch.Tensor) -> bool:
 
 
 def require_range(
-    name: str, values: torch.Tensor, minimum: int, maximum: int, maximum_name: str = ""
+    name: str, values: Tensor, minimum: int, maximum: int, maximum_name: str = ""
 ) -> None:
     """Require integers within bounds, if the host may look at them.
 
@@ -93,7 +94,7 @@ def require_range(
         raise InvalidArgumentError(f"{name}{index}", f"a number from {minimum} to {limit}", got)
 
 
-def require_bounds(name: str, bounds: torch.Tensor, total: int) -> None:
+def require_bounds(name: str, bounds: Tensor, total: int) -> None:
     """Require first rows of packed requests: ascending from 0 to at most all rows."""
     if not readable(bounds):
         return
@@ -108,9 +109,9 @@ def require_tensor(
     shape: Shape,
     dtypes: Sequence[torch.dtype],
     device: torch.device | None,
-) -> torch.Tensor:
+) -> Tensor:
     """The tensor, if it has the shape, one of the dtypes, and the device where one is given."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise InvalidArgumentError(name, f"a tensor [{_labels(shape)}]", type(tensor).__name__)
     # Every call passes here several times, so nothing is formatted before something is wrong.
     sizes = tensor.shape
@@ -140,9 +141,7 @@ def require_device(device: object) -> torch.device:
         raise InvalidArgumentError("device", "a device of this machine, such as cpu", got) from None
 
 
-def zero_rows(
-    name: str, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def zero_rows(name: str, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of a shape that a caller chose; an error if the host has too little memory."""
     try:
         return torch.zeros(rows, dtype=dtype, device=device)
@@ -153,7 +152,7 @@ def zero_rows(
         raise InvalidArgumentError(name, "no more than fits into memory", got) from error
 
 
-def kernel_ready(tensor: torch.Tensor) -> torch.Tensor:
+def kernel_ready(tensor: Tensor) -> Tensor:
     """The tensor as kernels read operands, contiguous and aligned; copied if it is not."""
     tensor = tensor.contiguous()
     offset = tensor.storage_offset() * tensor.element_size()
@@ -167,19 +166,13 @@ def index_tensor(
     device: torch.device,
     dtype: torch.dtype,
     limits: tuple[int, int, str] | None = None,
-) -> torch.Tensor:
-    """Integers as a tensor on the device; a list of numbers is copied there.
+) -> Tensor:
+    """Integers as a tensor of a dtype on the device; a list of numbers is copied there.
 
-    Args:
-        name: the argument's name in the message.
-        value: a tensor of integers, or a sequence of them.
-        shape: what was expected.
-        device: where it has to be.
-        dtype: the dtype of the result.
-        limits: least and largest value, and what the largest is; None for any.
+    The limits are least and largest value, and what the largest is; None for any.
     """
     given = value
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         try:
             value = torch.tensor(value, device="cpu")  # whatever the default device is
         except (TypeError, ValueError, RuntimeError):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
 
-def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
+def tree_ancestors(parents: Tensor) -> Tensor:
     """The mask of a tree of tokens: which tokens are on the path from a token to the root.
 
     Args:
@@ -21,19 +22,19 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     Returns:
         bool `[..., s, s]`: row i is true at i and at all ancestors of i.
     """
-    if not isinstance(parents, torch.Tensor) or not parents.dim():
-        got = list(parents.shape) if isinstance(parents, torch.Tensor) else type(parents).__name__
+    if not isinstance(parents, Tensor) or not parents.dim():
+        got = list(parents.shape) if isinstance(parents, Tensor) else type(parents).__name__
         raise InvalidArgumentError("parents", "a tensor [..., s]", got)
     _require_dtype("parents", parents, INDEX_DTYPES)
     return _ancestors("parents", parents)
 
 
-def _require_dtype(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _require_dtype(name: str, given: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if given.dtype not in dtypes:
         raise InvalidArgumentError(name, f"dtype {' or '.join(map(str, dtypes))}", given.dtype)
 
 
-def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
+def _ancestors(name: str, parents: Tensor) -> Tensor:
     """See `tree_ancestors`; `name` is what a caller calls the parents."""
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
@@ -52,7 +53,7 @@ def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
-def checked_tree(tree: torch.Tensor, b: int, s: int, device: torch.device) -> torch.Tensor:
+def checked_tree(tree: Tensor, b: int, s: int, device: torch.device) -> Tensor:
     """Any accepted tree mask on the device, see `mla_attention`, as bool `[b, s, s]`."""
     dtypes = (torch.bool, *INDEX_DTYPES)
     _require_dtype("tree_mask", tree, dtypes)  # the shape follows from it
@@ -78,24 +79,24 @@ class Visibility:
             holds token i * shards + shard of the request.
     """
 
-    lengths: torch.Tensor
-    ends: torch.Tensor
-    counts: torch.Tensor
+    lengths: Tensor
+    ends: Tensor
+    counts: Tensor
     s: int
     causal: bool
-    tree: torch.Tensor | None
+    tree: Tensor | None
     shards: int = 1
     shard: int = 0
     sliding_window: int | None = None
 
-    def first_seen(self) -> torch.Tensor | None:
+    def first_seen(self) -> Tensor | None:
         """First slot in the sliding window of any query, int64 `[b]`; None without a window."""
         if self.sliding_window is None:
             return None
         token = self.ends - self.counts - self.sliding_window + 1
         return (token - self.shard + self.shards - 1).div(self.shards, rounding_mode="floor")
 
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, positions: Tensor) -> Tensor:
         """Whether query i sees a position: bool `[b, s, m]` for int64 `[b, m]`; -1 is unseen."""
         query = torch.arange(self.s, device=positions.device)  # [s]
         at = positions[:, None, :]  # [b, 1, m]

@@ -93,7 +93,6 @@ class CallShape:
     rows_in_32_bits: bool = True
 
     def __post_init__(self) -> None:
-        """Check every field; an error names it, what was expected and what came."""
         require_sizes(self)
         for name in ("window", "prefix", "shared", "prefix_copies"):
             require_int(name, getattr(self, name), minimum=0, maximum=MOST)
@@ -151,7 +150,6 @@ class CallShape:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
         return asdict(self)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, about_tokens
@@ -40,36 +41,34 @@ class AttentionTask:
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
     """
 
-    q: torch.Tensor
-    q_rope: torch.Tensor
+    q: Tensor
+    q_rope: Tensor
     cache: CacheView
-    w_uk: torch.Tensor | None
-    w_uv: torch.Tensor | None
+    w_uk: Tensor | None
+    w_uv: Tensor | None
     causal: bool
     scale: float
-    tree: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
+    tree: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     max_q: int | None = None
     max_kv: int | None = None
-    total_lengths: torch.Tensor | None = None
+    total_lengths: Tensor | None = None
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
     sliding_window: int | None = None
     prefix: Prefix | None = None
-    schedule: torch.Tensor | None = None
+    schedule: Tensor | None = None
     scheduled: bool = False
-    out: torch.Tensor | None = None
+    out: Tensor | None = None
     empty_positive: bool = False
 
     @property
     def latent_only(self) -> bool:
-        """Whether queries and output are in the latent space."""
         return self.w_uk is None
 
     @property
     def h(self) -> int:
-        """Heads."""
         return self.q.shape[-2]
 
     @property
@@ -77,7 +76,7 @@ class AttentionTask:
         """Width of the output."""
         return self.cache.latent.shape[-1] if self.w_uv is None else self.w_uv.shape[2]
 
-    def with_empty_sums(self, lse: torch.Tensor) -> torch.Tensor:
+    def with_empty_sums(self, lse: Tensor) -> Tensor:
         """The LSE as this call wants it: -inf or +inf for queries that see no token."""
         if not self.empty_positive:
             return lse
@@ -143,14 +142,14 @@ class AttentionTask:
         return (self.cache.prefix if is_pageable(self.cache) else 0), 1
 
 
-def _are_scales_aligned(scales: torch.Tensor | None) -> bool:
+def _are_scales_aligned(scales: Tensor | None) -> bool:
     """The same for scales beside the rows; one scale for all is read by itself."""
     if scales is None or scales.dim() == 1:
         return True
     return _is_aligned(scales if scales.shape[-1] > 1 else scales[..., 0])
 
 
-def _is_aligned(rows: torch.Tensor) -> bool:
+def _is_aligned(rows: Tensor) -> bool:
     """Whether the copy engine of a GPU can read the rows: stride 1 inside, 16-byte steps."""
     if not rows.shape[-1]:  # no rope part
         return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
@@ -40,7 +41,7 @@ from mla_var3.op.mla.problem import MOST, require_int, require_scale
 from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
 
-Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
+Cache = LatentCache | CacheView | tuple[Tensor, Tensor]
 """What the calls take as `cache`: ours, a view of a foreign cache, or `(c_kv, k_rope)`."""
 
 
@@ -48,15 +49,15 @@ Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 class Options:
     """The optional arguments that both public calls share; see `mla_attention`."""
 
-    lengths: torch.Tensor | Sequence[int] | None = None
+    lengths: Tensor | Sequence[int] | None = None
     causal: bool = True
     scale: float | None = None
-    out: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
+    out: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     max_q: int | None = None
-    tree_mask: torch.Tensor | None = None
+    tree_mask: Tensor | None = None
     max_kv: int | None = None
-    total_lengths: torch.Tensor | Sequence[int] | None = None
+    total_lengths: Tensor | Sequence[int] | None = None
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
@@ -65,12 +66,7 @@ class Options:
 
 
 def full_task(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Cache,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    options: Options,
+    q_nope: Tensor, q_rope: Tensor, cache: Cache, w_uk: Tensor, w_uv: Tensor, options: Options
 ) -> AttentionTask:
     """The task of `mla_attention`."""
     rows = _query_rows("q_nope", q_nope, options)
@@ -89,11 +85,7 @@ def full_task(
 
 
 def latent_task(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Cache,
-    options: Options,
-    head_width: int,
+    q_latent: Tensor, q_rope: Tensor, cache: Cache, options: Options, head_width: int
 ) -> AttentionTask:
     """The task of `mla_latent_attention`; `head_width` is d, for the default scale."""
     rows = _query_rows("q_latent", q_latent, options)
@@ -116,12 +108,12 @@ def _query_rows(name: str, q: object, options: Options) -> list[tuple[str, int |
     return [(label, size) for label, size in zip(labels, checked.shape, strict=False)]
 
 
-def _require_rope(q_rope: object, rows: list[tuple[str, int | None]], q: torch.Tensor) -> None:
-    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
+def _require_rope(q_rope: object, rows: list[tuple[str, int | None]], q: Tensor) -> None:
+    p = q_rope.shape[-1] if isinstance(q_rope, Tensor) and q_rope.dim() else None
     require_tensor("q_rope", q_rope, [*rows, ("p", p)], [q.dtype], q.device)
 
 
-def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options) -> CacheView:
+def _checked_view(cache: object, k: int, q_rope: Tensor, options: Options) -> CacheView:
     """The view of any accepted cache, with the lengths of the call."""
     device, dtype, p = q_rope.device, q_rope.dtype, q_rope.shape[-1]
     ragged = options.cu_seqlens_q is not None
@@ -166,10 +158,7 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
 
 
 def _require_decompressed(
-    view: CacheView,
-    q_nope: torch.Tensor,
-    v: tuple[str, int | None],
-    p: tuple[str, int | None],
+    view: CacheView, q_nope: Tensor, v: tuple[str, int | None], p: tuple[str, int | None]
 ) -> None:
     """Checks the ring and the shared prefix, each of which is whole or not there."""
     h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
@@ -205,7 +194,7 @@ def _require_decompressed(
 
 
 def _require_copies(
-    prefix: DecompressedPrefixes, q_nope: torch.Tensor, q_rope: torch.Tensor, v: tuple[str, int]
+    prefix: DecompressedPrefixes, q_nope: Tensor, q_rope: Tensor, v: tuple[str, int]
 ) -> None:
     """Checks that the decompressed prefixes are of the heads and widths of the call."""
     h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
@@ -219,11 +208,11 @@ def _require_copies(
 
 
 def _task(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
+    q: Tensor,
+    q_rope: Tensor,
     view: CacheView,
-    w_uk: torch.Tensor | None,
-    w_uv: torch.Tensor | None,
+    w_uk: Tensor | None,
+    w_uv: Tensor | None,
     options: Options,
     key_width: int,
     out_width: int,
@@ -258,7 +247,7 @@ def _task(
     if tree is not None:
         if not options.causal:
             raise InvalidArgumentError("tree_mask", "none with causal=False", "a tree")
-        if not isinstance(tree, torch.Tensor):
+        if not isinstance(tree, Tensor):
             raise InvalidArgumentError("tree_mask", "a tensor", type(tree).__name__)
         s = tree.shape[-1] if ragged and max_q is None and tree.dim() else max_q
         tree = checked_tree(tree, b, s or 0, device)
@@ -316,12 +305,7 @@ def _task(
 
 
 def check_values(task: AttentionTask) -> None:
-    """Check lengths, block table, window and query bounds of a call, where they can be read.
-
-    Raises:
-        InvalidArgumentError: A value cannot be right; names the argument and the first culprit.
-        UnsupportedError: The variable is set while a CUDA graph is captured.
-    """
+    """Check lengths, block table, window and query bounds of a call, where they can be read."""
     cache = task.cache
     limit, limit_name = cache.capacity, "t"
     if task.max_kv is not None and task.max_kv < limit:

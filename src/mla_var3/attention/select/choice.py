@@ -118,7 +118,6 @@ class Candidate:
         return self.range_us[1] < other.range_us[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
         names = (
             "kernel", "language", "refusal", "missing", "predicted_us", "measured_us", "steady_us"
         )  # fmt: skip
@@ -156,7 +155,6 @@ class Explanation:
     candidates: tuple[Candidate, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, JSON-ready."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         candidates = [candidate.to_dict() for candidate in self.candidates]
         return {**plain, "shape": self.shape.to_dict(), "candidates": candidates}
@@ -170,12 +168,8 @@ def choose(
 ) -> tuple[Explanation, Backend]:
     """Choose for a call on the device that the times are for.
 
-    Args:
-        shape: sizes and options of the call.
-        spec: the device.
-        kernel: "auto", or the kernel that has to be used.
-        runs_on: where the tensors are, "cuda" or "cpu"; "" for a choice by sizes alone, which
-            does not depend on what is installed here.
+    `kernel` is "auto", or the kernel that has to be used. The tensors are on "cuda" or "cpu"; with
+    "" the choice is by sizes alone and does not depend on what is installed here.
 
     Raises:
         UnknownNameError: There is no such kernel.
