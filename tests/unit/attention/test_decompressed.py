@@ -21,14 +21,7 @@ from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.widths import HEAD_WIDTHS
 
-from .attention_support import (
-    Model,
-    filled_cache,
-    make_model,
-    normal,
-    require_exact_on_ring,
-    require_oracle,
-)
+from .attention_support import Model, filled_cache, make_model, normal, require_oracle
 from .emulated_stages import attend, backend, emulate, stage_of
 
 H200 = "NVIDIA H200"
@@ -60,10 +53,7 @@ def require_right(
     model: Model,
 ) -> None:
     q, options = (task.q, task.q_rope), {"causal": task.causal, "scale": task.scale}
-    if task.cache.window_scales is None:
-        require_oracle(*result, q, tokens, model, **options)
-    else:
-        require_exact_on_ring(*result, q, task.cache, tokens, model, **options)
+    require_oracle(*result, q, tokens, model, task.cache, **options)
 
 
 def cache_and_tokens(
@@ -290,12 +280,7 @@ def test_views_without_rope_keys_of_their_own(model, generator):
         ),
         *(
             (kernel, {"window": 64, "prefix": 64, **options}, refusal)
-            for kernel in (
-                "flash_attention",
-                "mla_var6_plus",
-                "mla_var6_plus_v5",
-                "mla_var6_plus_v6",
-            )
+            for kernel in ("flash_attention", *(f"mla_var6_plus{v}" for v in ("", "_v5", "_v6")))
             for options, refusal in (
                 ({"ragged": True}, "different numbers of queries per request"),
                 ({"tree": True}, "a tree of tokens"),

@@ -16,14 +16,7 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.window.packed import PackedWindow, pack_window, unpack_window
 from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, dequantise, quantise
 
-from .attention_support import (
-    Model,
-    filled_cache,
-    make_model,
-    normal,
-    require_exact_on_ring,
-    ring,
-)
+from .attention_support import Model, filled_cache, make_model, normal, require_oracle, ring
 
 H, D, K, P, N = 2, 16, 32, 4, 64
 BF16 = torch.bfloat16
@@ -47,17 +40,6 @@ def eight_bit_cache(
 def same(found: QuantisedRows, wanted: QuantisedRows) -> bool:
     bits = (rows.values.view(torch.uint8) for rows in (found, wanted))
     return torch.equal(*bits) and torch.equal(found.scales, wanted.scales)
-
-
-def require_right(
-    result: tuple[torch.Tensor, torch.Tensor],
-    cache: LatentCache,
-    tokens: Sequence[torch.Tensor],
-    q: tuple[torch.Tensor, torch.Tensor],
-    model: Model,
-    causal: bool = True,
-) -> None:
-    require_exact_on_ring(*result, q, cache.view(), tokens, model, causal=causal)
 
 
 def queries(
@@ -193,7 +175,8 @@ def test_torch_reads_the_ring(page_size, causal, model, generator):
     lengths = [200, 40, 64, 65, 131]
     cache, tokens = eight_bit_cache(generator, lengths, model, page_size=page_size)
     q = queries(generator, len(lengths), 3)
-    require_right(attend(cache, q, model, causal=causal), cache, tokens, q, model, causal)
+    found = attend(cache, q, model, causal=causal)
+    require_oracle(*found, q, tokens, model, cache.view(), causal=causal)
     latent = attend((tokens[0][None, :, :K], tokens[0][None, :, K:]), (q[0][:1], q[1][:1]), model)
     assert not torch.equal(attend(cache, q, model)[0][:1], latent[0])
 
@@ -204,7 +187,7 @@ def test_torch_after_drops_and_beside_a_prefix(model, generator):
         cache.truncate(dropped)
         tokens = [rows[: len(rows) - gone] for rows, gone in zip(tokens, dropped, strict=True)]
         q = queries(generator, 3, 2)
-        require_right(attend(cache, q, model), cache, tokens, q, model)
+        require_oracle(*attend(cache, q, model), q, tokens, model, cache.view())
 
 
 def test_both_in_8_bits(generator):
@@ -220,7 +203,7 @@ def test_both_in_8_bits(generator):
     view = cache.view()
     stored = torch.cat(view.rows(torch.arange(200)[None], torch.float64), dim=-1)[0]
     stored[positions, 128:] = tokens[0][positions, 128:].double()
-    require_right(attend(cache, q, model), cache, [stored], q, model)
+    require_oracle(*attend(cache, q, model), q, [stored], model, view)
 
 
 def test_a_call_on_fewer_tokens_reads_no_window(model, generator):

@@ -88,6 +88,16 @@ class Batch:
         )
         return self
 
+    def require(
+        self, output: torch.Tensor, lse: torch.Tensor | None = None, *, tree=None, **tolerance
+    ) -> None:
+        """Compare with float64."""
+        tolerance = {"atol": 1e-5, "rtol": 1e-4, **tolerance}
+        expected, expected_lse = self.expected(tree)
+        torch.testing.assert_close(output.cpu().double(), expected, **tolerance)
+        if lse is not None:
+            torch.testing.assert_close(lse.cpu().double(), expected_lse, **tolerance)
+
     def expected(self, tree: torch.Tensor | None = None):
         """Output and LSE in float64, request by request."""
         outputs, lses = [], []
