@@ -127,6 +127,11 @@ def _attention(rng: random.Random, case: Case, device: str, kernels: list[str]) 
     if kernels and rng.random() < share:
         step.update(packed=False, counts=[most] * b, kernel=rng.choice(kernels))
         step["mask"] = rng.choice(["causal", "causal", "full"])
+    elif device == "cpu":  # on a GPU the PyTorch path needs the bound, and packed requests one too
+        own = random.Random(str(step))  # see `draw`
+        window = own.choice([None, None, 1, 3, 60])
+        step.update(sliding_window=window, batch_invariant=own.random() < 0.5)
+        step.update(wide=own.random() < 0.5, unbounded=own.random() < 0.5)
     return step
 
 
@@ -192,16 +197,9 @@ def _without_request(case: Case, request: int) -> Case:
 
 def _simpler_steps(step: Case) -> Iterator[Case]:
     for name in (
-        "packed",
-        "given",
-        "refill",
-        "per_request",
-        "scale",
-        "latent",
-        "strided",
-        "out",
-        "bound",
-    ):
+        "packed", "given", "refill", "per_request", "scale", "latent", "strided", "out", "bound",
+        "sliding_window", "batch_invariant", "wide", "unbounded",
+    ):  # fmt: skip
         if step.get(name):
             if name == "packed" and len(set(step["counts"])) > 1 and step["op"] == "attend":
                 continue

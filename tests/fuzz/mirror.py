@@ -269,6 +269,10 @@ class Mirror:
         strided: bool = False,
         out: bool = False,
         bound: bool = False,
+        sliding_window: int | None = None,
+        batch_invariant: bool = False,
+        wide: bool = False,
+        unbounded: bool = False,
         kernel: str = "auto",
     ) -> None:
         """One call, compared with float64.
@@ -283,6 +287,10 @@ class Mirror:
             strided: queries whose elements do not lie side by side.
             out: give the output tensor.
             bound: give `max_kv`.
+            sliding_window: as for the call.
+            batch_invariant: likewise.
+            wide: bounds of packed queries in 64 bits.
+            unbounded: give no `max_q`, where no tree asks for it.
             kernel: as for the call.
         """
         total, most, step = sum(counts), max([1, *counts]), 2 if strided else 1
@@ -292,15 +300,16 @@ class Mirror:
         )
         q, q_rope = q[..., ::step], self.normal(total, self.h, self.p * step)[..., ::step]
         cache, options = self.operand()
-        options.update(causal=mask != "full", kernel=kernel)
-        if scale is not None:
-            options["scale"] = scale
+        options.update(causal=mask != "full", kernel=kernel, batch_invariant=batch_invariant)
+        options.update(scale=scale, sliding_window=sliding_window)
         trees = self._trees(most, mask, per_request, options)
         bounds = [0, *itertools.accumulate(counts)]
         shape: tuple[int, ...] = (total, self.h)
         if packed:
-            options["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device=self.device)
-            options["max_q"] = most
+            index = torch.int64 if wide else torch.int32
+            options["cu_seqlens_q"] = torch.tensor(bounds, dtype=index, device=self.device)
+            if trees is not None or not unbounded:
+                options["max_q"] = most
         else:
             shape = (self.b, most, self.h)
             q, q_rope = q.unflatten(0, (self.b, most)), q_rope.unflatten(0, (self.b, most))
@@ -323,7 +332,8 @@ class Mirror:
         for request, (first, last) in enumerate(itertools.pairwise(bounds)):
             own = [x[first:last] for x in queries]
             tree = None if trees is None else trees[request][: last - first, : last - first]
-            expected = self.exact(request, *own, mask != "full", scale, tree, latent)
+            masks = mask != "full", tree, sliding_window
+            expected = self.exact(request, *own, scale, latent, *masks)
             self.compare(request, [x[first:last] for x in flat], expected)
 
     def _trees(
@@ -343,10 +353,11 @@ class Mirror:
         request: int,
         q: Tensor,
         q_rope: Tensor,
-        causal: bool,
         scale: float | None,
-        tree: Tensor | None,
         latent: bool,
+        causal: bool,
+        tree: Tensor | None,
+        sliding_window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One request in float64: output `[s, h, ...]`, log-sum-exp and noise `[s, h]`.
 
@@ -367,6 +378,8 @@ class Mirror:
         position = torch.arange(m - s, m, device=self.device)[:, None]
         token = torch.arange(m, device=self.device)
         hidden = (token > position) if causal else torch.zeros(s, m, device=self.device).bool()
+        if sliding_window is not None:
+            hidden = hidden | (token <= position - sliding_window)
         if tree is not None and s:
             draft = token - (m - s)
             seen = tree.to(self.device)[:, draft.clamp(min=0)]

@@ -1,11 +1,10 @@
 """`mla_attention` against a float64 oracle, with its options crossed."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mla_var3
@@ -13,6 +12,7 @@ from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.request.masks import tree_ancestors
+from tests.fuzz import cases
 
 from .attention_support import (
     ancestors_by_walking,
@@ -22,7 +22,6 @@ from .attention_support import (
     make_model,
     normal,
     oracle,
-    random_parents,
     require_oracle,
 )
 
@@ -30,81 +29,13 @@ mla_attention = mla_var3.mla_attention
 P = 4
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_options_crossed(data):
-    """Random sizes, caches, masks, query packing and strides, each against the oracle."""
-    draw = data.draw
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]))
-    model = make_model(
-        generator, draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9)), dtype
-    )
-    h, d, k = model.sizes
-    b = draw(st.integers(1, 3))
-    page_size = draw(st.sampled_from([None, 64]))
-    prefix = draw(st.sampled_from([0, 0, 64 if page_size else 5]))
-    window = draw(st.sampled_from([0, 0, 1, 7, 130]))
-    lengths = [max(prefix, draw(st.integers(0, 130))) for _ in range(b)]
-    cache, tokens = filled_cache(
-        generator, lengths, model, p=P, t=130, dtype=dtype, page_size=page_size, window=window,
-        prefix=prefix, steps=draw(st.integers(1, 3)),
-    )  # fmt: skip
-    ragged = draw(st.booleans())
-    counts = [draw(st.integers(0, 5)) if ragged else 0 for _ in range(b)]
-    s = draw(st.integers(1, 5))
-    if not ragged:
-        counts = [s] * b
-    masking = draw(st.sampled_from(["causal", "full", "mask", "parents"]))
-    most = max(1, *counts)
-    shape = (b, most) if draw(st.booleans()) else (most,)
-    parents = random_parents(generator, *shape)
-    trees = tree_ancestors(parents).expand(b, most, most)
-    tree_mask = {"mask": tree_ancestors(parents), "parents": parents}.get(masking)
-    scale = draw(st.sampled_from([None, 0.3]))
-    sliding_window = draw(st.sampled_from([None, None, 1, 3, 60]))
-    strided = draw(st.booleans())
-    q_nope = normal(generator, sum(counts), h, d * (1 + strided), dtype=dtype)
-    q_rope = normal(generator, sum(counts), h, P * (1 + strided), dtype=dtype)
-    if strided:
-        q_nope, q_rope = q_nope[..., ::2], q_rope[..., ::2]
-    index = draw(st.sampled_from([torch.int32, torch.int64]))
-    bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=index)
-    options: dict[str, object] = {"cu_seqlens_q": bounds}
-    queries = q_nope, q_rope
-    if ragged:
-        if tree_mask is not None or draw(st.booleans()):
-            options["max_q"] = most
-    else:
-        options = {}
-        queries = q_nope.view(b, s, h, -1), q_rope.view(b, s, h, -1)
-    output, lse = mla_attention(
-        *queries, cache, model.w_uk, model.w_uv, causal=masking != "full", scale=scale,
-        tree_mask=tree_mask, return_lse=True, sliding_window=sliding_window,
-        batch_invariant=draw(st.booleans()), **options,
-    )  # fmt: skip
-    expected = [
-        oracle(
-            q_nope[first:last],
-            q_rope[first:last],
-            rows[:, :k],
-            rows[:, k:],
-            model,
-            scale=scale,
-            causal=masking != "full",
-            tree=None if tree_mask is None else tree,
-            sliding_window=sliding_window,
-        )
-        for (first, last), rows, tree in zip(
-            itertools.pairwise(bounds.tolist()), tokens, trees, strict=True
-        )
-    ]
-    assert_close(
-        output.flatten(0, -3),
-        torch.cat([part for part, _ in expected]),
-        lse.flatten(0, -2),
-        torch.cat([part for _, part in expected]),
-    )
+def test_options_crossed():
+    """Random caches, sizes, masks, query packing and strides, each against float64."""
+    # With AMX oneDNN adds 0 * NaN of the neighbouring number where widths are odd.
+    with torch.backends.mkldnn.flags(enabled=False):
+        for number in range(100):
+            case = cases.draw(f"3/{number}", "cpu", [])
+            assert cases.run(case, "cpu") == ("ok", ""), case
 
 
 def test_the_output_alone_and_into_a_given_tensor(generator):
