@@ -100,6 +100,11 @@ def _steps(rng: random.Random, case: Case, device: str, kernels: list[str]) -> I
             case "evict":
                 yield {"op": "evict", "requests": rng.sample(range(b), rng.randint(0, b))}
                 yield attention
+                own = random.Random(str(case))  # see `draw`
+                if own.random() < 0.5:
+                    into = own.sample(range(b), own.randint(0, b))
+                    yield {"op": "fork", "source": own.randrange(b), "into": into}
+                    yield attention
             case "attend":
                 yield _attention(rng, case, device, kernels)
 
@@ -189,9 +194,11 @@ def _without_request(case: Case, request: int) -> Case:
     for step in found["steps"]:
         if "counts" in step:
             del step["counts"][request]
-        else:
-            kept = [each for each in step["requests"] if each != request]
-            step["requests"] = [each - (each > request) for each in kept]
+        for name in {"requests", "into"} & step.keys():
+            kept = [each for each in step[name] if each != request]
+            step[name] = [each - (each > request) for each in kept]
+        if "source" in step:
+            step["source"] -= step["source"] > request or step["source"] == found["b"]
     return found
 
 

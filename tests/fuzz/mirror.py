@@ -66,6 +66,7 @@ class Mirror:
         self.b, self.h, self.d, self.k, self.p, self.kind = b, h, d, k, p, kind
         self.window, self.prefix, self.page_size = window, prefix, page_size
         self.cache_dtype, self.window_dtype = cache_dtype, window_dtype
+        self._forked = False
         self._generator = torch.Generator().manual_seed(seed)
         self.w_uk = self.normal(h, d, k, scale=(d * k) ** -0.25)
         self.w_uv = self.normal(h, k, d, scale=k**-0.5)
@@ -175,6 +176,15 @@ class Mirror:
             self.cache.evict(list(requests))
             self._after_change()
 
+    def fork(self, source: int, into: Sequence[int]) -> None:
+        """Let requests continue from the tokens of another one."""
+        for request in into:
+            self.tokens[request] = self.tokens[source]
+        if self.cache is not None:
+            self.cache.fork(source, into=list(into))
+            self._forked = True
+            self._after_change()
+
     def _after_change(self) -> None:
         assert self.cache is not None
         found = self.cache.lengths.tolist()
@@ -186,8 +196,10 @@ class Mirror:
         return -(-length // self.page_size)
 
     def _scarce(self) -> bool:
-        """Whether requests compete for pages, so that the order of service decides."""
+        """Whether requests share pages, or compete for them, so that the order decides."""
         assert self.cache is not None
+        if self._forked:
+            return True
         shared = self.prefix // self.page_size
         wanted = shared + self.b * (self.t // self.page_size - shared)
         return self.kind == "paged" and self.cache.buffer.shape[0] < wanted

@@ -18,7 +18,6 @@ from .attention_support import (
     ancestors_by_walking,
     assert_close,
     filled_cache,
-    latent_oracle,
     make_model,
     normal,
     oracle,
@@ -79,18 +78,6 @@ def test_caches_that_hold_every_third_token_merge_to_the_whole(options, generato
     require_oracle(*merge_partials(partials), q, held, model, **options)
 
 
-def test_latent_attention(generator):
-    model = make_model(generator)
-    cache, tokens = filled_cache(generator, [70, 0, 3], model, page_size=64, window=5)
-    q_latent, q_rope = (normal(generator, 3, 2, 2, w, dtype=torch.float32) for w in (8, P))
-    output, lse = mla_var3.mla_latent_attention(q_latent, q_rope, cache, d=6)
-    for request, rows in enumerate(tokens):
-        expected, expected_lse = latent_oracle(
-            q_latent[request], q_rope[request], rows[:, :8], rows[:, 8:], scale=(6 + P) ** -0.5
-        )
-        assert_close(output[request], expected, lse[request], expected_lse)
-
-
 def test_a_foreign_paged_cache(generator):
     """Pages in any order, wild entries beyond the tokens, int64 lengths."""
     model = make_model(generator)
@@ -127,30 +114,6 @@ def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
         tokens = [pages[own.long()].flatten(0, 1) for own in table]
         tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
         require_oracle(output, lse, (q_nope, q_rope), tokens, model)
-
-
-def test_tokens_without_a_key_give_zero(generator):
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [0, 2], model)
-    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
-    output, lse = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True)
-    assert torch.equal(output[0], torch.zeros(3, 2, 6))
-    assert torch.equal(lse[0], torch.full((3, 2), -torch.inf))
-    assert torch.equal(output[1, 0], torch.zeros(2, 6))  # the first query lies before the tokens
-    assert lse[1].isfinite().tolist() == [[False, False], [True, True], [True, True]]
-
-
-def test_packed_rows_beyond_the_last_bound_are_zero(generator):
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [3, 2], model)
-    q_nope, q_rope = (normal(generator, 6, 2, w, dtype=torch.float32) for w in (6, P))
-    bounds = torch.tensor([0, 1, 3], dtype=torch.int32)
-    output, lse = mla_attention(
-        q_nope, q_rope, cache, model.w_uk, model.w_uv, cu_seqlens_q=bounds, return_lse=True
-    )
-    assert output[:3].abs().sum() > 0
-    assert torch.equal(output[3:], torch.zeros(3, 2, 6))
-    assert torch.equal(lse[3:], torch.full((3, 2), -torch.inf))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -24,17 +24,14 @@ from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedE
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
 from mla_var3.op.mla.model.times import BORROWED, IDEAL
-from mla_var3.op.mla.window.quantise import E4M3
 
 from .attention_support import (
     Model,
     assert_close,
     filled_cache,
-    latent_oracle,
     make_model,
     normal,
     oracle,
-    pool_in_8_bits,
     registered,
 )
 
@@ -63,32 +60,6 @@ def contents(cache: LatentCache) -> list[torch.Tensor]:
 
 def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(normal(generator, *rows, H, width, dtype=torch.bfloat16) for width in (D, P))  # type: ignore[return-value]
-
-
-@FORMAT
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_append_truncate_evict_and_fork(name, page_size, model, generator):
-    cache, tokens = filled_cache(
-        generator, [70, 5, 129], model, p=P, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=page_size, t=190,
-    )  # fmt: skip
-    assert cache.buffer.dtype is torch.uint8 and cache.c_kv.dtype is E4M3
-    expected = [rounded(rows, name) for rows in tokens]
-    cache.truncate([3, 0, 60])
-    cache.evict([1])
-    expected = [expected[0][:-3], expected[1][:0], expected[2][:-60]]
-    cache.fork(0, into=[1])
-    expected[1] = expected[0]
-    more = normal(generator, 3, 4, K + P, dtype=torch.bfloat16)
-    cache.append(more[..., :K], more[..., K:], [1, 4, 0])
-    expected[0] = torch.cat([expected[0], rounded(more[0, :1], name)])
-    expected[1] = torch.cat([expected[1], rounded(more[1], name)])
-    for found, wanted in zip(contents(cache), expected, strict=True):
-        assert torch.equal(found, wanted)
-    many = torch.zeros(3, 190, K + P, dtype=torch.bfloat16)
-    cache.append(many[..., :K], many[..., K:], [190, 0, 0])
-    with pytest.raises(UnsupportedError, match="190 refused"):
-        cache.check()
 
 
 @FORMAT
@@ -149,29 +120,6 @@ def test_refill_reads_the_rounded_tokens(name, model, generator):
     keys = (latent.float() @ model.w_uk.float().mT).to(torch.bfloat16)
     torch.testing.assert_close(cache.window.k_new[0, :, slot], keys, atol=0.02, rtol=0.02)
     assert torch.equal(cache.window.k_rope_new[0, slot], rope)
-
-
-@FORMAT
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_pool_of_an_engine(name, batch_invariant, generator):
-    """Latent attention, packed queries, pages in any order, float16 queries, a scale of its own."""
-    form = cache_format(name)
-    rows = normal(generator, 6, 64, K + P, dtype=torch.bfloat16)
-    scale = torch.tensor([0.25]) if form.scale_columns is None else None
-    pool, values = pool_in_8_bits(rows[..., :K], rows[..., K:], form, scale)
-    table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
-    view = paged_view(pool, table, torch.tensor([100, 64]), k=K, format=name, scale=scale)
-    assert view.latent.data_ptr() == pool.data_ptr()
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
-    q_latent, q_rope = (normal(generator, 5, H, w, dtype=torch.float16) for w in (K, P))
-    output, lse = mla_var3.mla_latent_attention(
-        q_latent, q_rope, view, cu_seqlens_q=bounds, batch_invariant=batch_invariant, scale=0.1
-    )
-    worth = torch.cat(dequantise(values, torch.float64), dim=-1)
-    for request, held in enumerate((worth[[4, 1]].flatten(0, 1)[:100], worth[3])):
-        own = slice(int(bounds[request]), int(bounds[request + 1]))
-        expected = latent_oracle(q_latent[own], q_rope[own], held[:, :K], held[:, K:], scale=0.1)
-        assert_close(output[own], expected[0], lse[own], expected[1])
 
 
 def test_never_the_whole_pool_is_dequantised(model, generator, monkeypatch):

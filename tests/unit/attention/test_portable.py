@@ -181,7 +181,7 @@ def test_sliding_windows(kernel, page, window, counts, causal, generator):
 
 
 @FORMAT
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "torch_tiled"))
 @pytest.mark.parametrize(
     ("case", "page"), [("plain", None), ("packed", 16), ("tree", 64), ("window", 32)]
 )
@@ -241,7 +241,7 @@ def test_widths_and_heads(kernel, k, p, h, generator):
     call.check(kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "torch_tiled"))
 def test_padding_behind_the_last_request(kernel, generator):
     """Rows of no request, as in a CUDA graph for a larger batch: 0 and -inf."""
     call = Call(generator, counts=(3, 2, 1, 4))
