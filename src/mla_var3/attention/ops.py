@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.execute import execute
+from mla_var3.attention.call import run as run_call
 from mla_var3.attention.request.task import AttentionTask
 
 _CACHE_FIELDS = frozenset(field.name for field in fields(CacheView))
@@ -55,7 +55,7 @@ def _operator(name: str, schema: str) -> Any:
         cache = {key: given.pop(key) for key in names if key in _CACHE_FIELDS}
         weights = {"w_uk": None, "w_uv": None}
         task = AttentionTask(**{**weights, **given, "cache": CacheView(**cache)})  # type: ignore[arg-type]
-        output, lse, _ = execute(task, str(kernel))
+        output, lse, _ = run_call(task, str(kernel))
         return output.contiguous(), lse.contiguous()
 
     def fake(*arguments: object) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import execute
 from mla_var3.attention.backends import latent, registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.backends.plan_operands import CUTILE_SERVICES
@@ -19,6 +18,7 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import mla_latent_attention
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select import choice
 from mla_var3.attention.select.choice import choose
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError
@@ -117,12 +117,12 @@ def test_a_card_that_is_not_in_the_table_gets_the_torch_path(monkeypatch, caplog
     def unknown(device_type: str) -> None:
         raise UnknownNameError("device", "GTX 1", ())
 
-    monkeypatch.setattr(execute, "spec_for", unknown)
+    monkeypatch.setattr(choice, "spec_for", unknown)
     shape, device = CallShape(3, 1, 77, 5), torch.device("cuda")
-    assert isinstance(execute.backend_for(shape, "auto", device), TorchTiled)
+    assert isinstance(choice.backend_for(shape, "auto", device), TorchTiled)
     assert "until then calls on this GPU use torch_tiled" in caplog.text
     with pytest.raises(UnknownNameError, match="unknown device 'GTX 1'"):
-        execute.backend_for(shape, "flash_mla", device)
+        choice.backend_for(shape, "flash_mla", device)
 
 
 MILLION = 2**20

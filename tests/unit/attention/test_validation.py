@@ -9,7 +9,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention import CacheView, CallShape, LatentCache, paged_view, tree_ancestors
-from mla_var3.attention.execute import execute
+from mla_var3.attention.call import run
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError, UnsupportedError
 
@@ -249,10 +249,10 @@ def test_debug_mode_checks_what_a_traced_program_brings(monkeypatch):
     view = CacheView(torch.zeros(1, 4, K), torch.zeros(1, 4, P), int32(9))
     q, q_rope = torch.zeros(1, 1, H, K), torch.zeros(1, 1, H, P)
     task = AttentionTask(q, q_rope, view, None, None, causal=True, scale=1.0)
-    execute(task, "auto")
+    run(task, "auto")
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
     with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]: expected .* to t=4, got 9"):
-        execute(task, "auto")
+        run(task, "auto")
 
 
 # --- beyond the operands of a call ----------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import execute
+from mla_var3.attention import call
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -29,7 +29,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[RepeatableKernel]:
     """Every call is served by a kernel that can be repeated."""
     with repeatable_kernel() as made:
         backend = LatentBackend(KERNEL, "torch", made, runs_on_cpu=True)
-        monkeypatch.setattr(execute, "backend_for", lambda shape, kernel, device: backend)
+        monkeypatch.setattr(call, "backend_for", lambda shape, kernel, device: backend)
         yield made
 
 

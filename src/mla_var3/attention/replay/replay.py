@@ -8,7 +8,17 @@ of a CUDA graph, another current device.
 What the calls of one thread on one stream have in common is prepared once. Threads do not share it,
 because a launch writes its arguments into its own memory before it releases the interpreter.
 
-Checks of values on the device (`debug`) and traced programs never come here.
+Checks of values on the device and traced programs never come here.
+
+Memory that calls do not allocate belongs to one thread and stream. Workspace is shared by all calls
+of a thread on a stream. Work on a stream runs in order, so the next call may write where the one
+before has read; another thread may enqueue between the steps of a call. The LSE of a call goes to
+its caller. It is small, and allocating and freeing it costs the host as much as the output does. So
+memory is allocated for several and handed out in turn. No part is handed out twice, and each is a
+tensor of its own that keeps the whole allocation alive: writing into one reaches no other, however
+long it is kept. The memory was allocated on the stream that it is handed out on, as if each call
+had done it, so the allocator's rules about streams hold for every part. Captured calls must not use
+this memory: a CUDA graph may be replayed on any stream.
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +35,24 @@ from torch import Tensor
 
 from mla_var3.attention.backends.latent import Launch, StreamLaunch
 from mla_var3.attention.replay.key import CallKey, Layout, Tensors, store_replay, tensor_names
-from mla_var3.attention.replay.workspace import aligned, kept_lses, new_lse, shared_memory
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.runtime.cute.torch_fast import Maker, tensor_maker, view_as, without_gradients
+from mla_var3.runtime.call_state import CALL_STATE
+from mla_var3.runtime.cute.torch_fast import (
+    Maker,
+    raw_stream,
+    separate_rows,
+    tensor_maker,
+    view_as,
+    without_gradients,
+)
+from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 _is_inference = torch.is_inference_mode_enabled
 _LSE_BYTES = torch.float32.itemsize
 
 StreamState = tuple[StreamLaunch, list[Tensor], int, Any]
 """What the calls of one thread on one stream in one mode have in common: the launch; LSE tensors
-that no call has had yet, see `workspace.py`; the pointer of an LSE that no caller asked for, 0
+that no call has had yet; the pointer of an LSE that no caller asked for, 0
 where callers always do; and objects to keep alive. A plain tuple, which unpacks faster."""
 
 PointerReader = Callable[[Tensors, int, int], tuple[int, ...]]
@@ -321,3 +340,69 @@ def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
         for given, taken in pairs
         if taken is not None
     )
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+SMALLEST_BYTES = 1 << 20
+LARGEST_BYTES = 1 << 26
+"""Above this a call runs so long that allocating costs nothing, and keeping memory does."""
+
+LSES_AT_ONCE = 32
+LSES_BYTES = 1 << 16
+"""An allocation for the LSEs of several calls takes no more than this. A larger LSE is allocated by
+its call, which runs longer."""
+
+_buffers = CALL_STATE.per_thread()
+"""Workspace by device, stream, size and mode."""
+_lses = CALL_STATE.per_thread()
+"""LSE tensors by device, stream, mode and layout."""
+
+
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """What tells the stream that work on a device goes to; always 0 where there are none."""
+    return partial(raw_stream, device.index) if device.type == "cuda" else int
+
+
+def shared_memory(device: torch.device, needed: int) -> Tensor | None:
+    """Workspace that the calls of this thread on the current stream share; None for too much.
+
+    It is uint8, on the device, the current one when it is a GPU, with at least the bytes that are
+    needed. Sizes are powers of two, so all buffers of a stream together take less than twice the
+    largest. Inference mode has its own: its memory cannot be written outside of it, and operations
+    on other memory cost more in it.
+    """
+    if needed > LARGEST_BYTES:
+        return None
+    size = max(SMALLEST_BYTES, 1 << (needed - 1).bit_length())
+    key = (device, stream_reader(device)(), size, torch.is_inference_mode_enabled())
+    buffers: dict[tuple[torch.device, int, int, bool], Tensor] = _buffers.values
+    found = buffers.get(key)
+    if found is None:
+        found = buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
+    return found
+
+
+def kept_lses(device: torch.device, stream: int, inference: bool, layout: Layout) -> list[Tensor]:
+    """LSE tensors of one layout that no call of this thread has had yet; may be empty.
+
+    A call on the stream, in inference mode or not, takes the last, or has `new_lse` add some.
+    """
+    known: dict[tuple[torch.device, int, bool, Layout], list[Tensor]] = _lses.values
+    return known.setdefault((device, stream, inference, layout), [])
+
+
+def new_lse(kept: list[Tensor], layout: Layout, empty: Maker) -> Tensor:
+    """An LSE tensor for one call on the current stream; of small ones, `kept` takes some more."""
+    shape, strides = layout
+    step = aligned(math.prod(shape) * torch.float32.itemsize)
+    count = min(LSES_AT_ONCE, LSES_BYTES // max(step, 1))
+    if count > 1:
+        step //= torch.float32.itemsize
+        kept += separate_rows(empty((count, *shape), (step, *strides), torch.float32))
+    return kept.pop() if kept else empty(shape, strides, torch.float32)
+
+
+def aligned(size: int) -> int:
+    """A number of bytes, rounded up to the alignment that kernels need."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

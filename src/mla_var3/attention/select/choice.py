@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from mla_var3.attention.backends.plans import (
     Measured,
     PlannedBackend,
@@ -22,14 +24,16 @@ from mla_var3.attention.backends.plans import (
     tuning_plan,
 )
 from mla_var3.attention.backends.registry import AUTO, Backend, backends, named
-from mla_var3.attention.backends.torch_tiled import TORCH_TILED
+from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.errors import HyperMlaError, UnsupportedError
+from mla_var3.errors import HyperMlaError, UnknownNameError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
 from mla_var3.op.mla.model.mix import WORTH_MIXING
 from mla_var3.op.mla.model.times import BORROWED, IDEAL, Estimate
+from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import find_kernel
+from mla_var3.runtime.workflow import current_device_spec, planning_device
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +206,26 @@ def choose(
         candidates=(chosen, *sorted(others, key=_order)),
     )
     return explanation, backend
+
+
+@CALL_STATE.cached(4096)
+def backend_for(shape: CallShape, kernel: str, device: torch.device) -> Backend:
+    """The backend of a call shape on a device, which is the current one; chosen once."""
+    if settled(kernel, device.type):
+        return TorchTiled()  # without loading a kernel language for the comparison
+    try:
+        spec = spec_for(device.type)
+    except UnknownNameError as error:
+        if kernel != AUTO:
+            raise
+        log.warning("%s; until then calls on this GPU use torch_tiled", error)
+        return TorchTiled()
+    return choose(shape, spec, kernel=kernel, runs_on=device.type)[1]
+
+
+def spec_for(device_type: str) -> DeviceSpec:
+    """The device that predictions are for."""
+    return current_device_spec() if device_type == "cuda" else planning_device()
 
 
 def settled(kernel: str, runs_on: str) -> bool:

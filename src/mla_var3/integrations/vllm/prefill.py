@@ -145,23 +145,11 @@ def _attend_on_gpu(*operands: Tensor, causal: bool, scale: float) -> None:
     attend_request(*operands, causal=causal, scale=scale)
 
 
-def _attend_on_cpu(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_rope: Tensor,
-    length: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> None:
-    o, o_lse = reference_decompressed(
-        q_nope[None], q_rope[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
-        k_rope[None], length, causal=causal, scale=scale,
-    )  # fmt: skip
+def _attend_on_cpu(*operands: Tensor, causal: bool, scale: float) -> None:
+    q_nope, q_rope, keys, values, k_rope, length, output, lse = operands
+    keys, values = (rows.transpose(0, 1)[None] for rows in (keys, values))
+    request = q_nope[None], q_rope[None], keys, values, k_rope[None], length
+    o, o_lse = reference_decompressed(*request, causal=causal, scale=scale)
     output.copy_(o[0])
     lse.copy_(o_lse[0])
 

@@ -129,7 +129,7 @@ def test_trees_and_packed_queries(options, latent, kernels, generator):
 @pytest.mark.parametrize("kept", [True, False], ids=["kept workspace", "allocated"])
 def test_whole_calls(kept, latent, kernels, generator, monkeypatch):
     if not kept:
-        monkeypatch.setattr("mla_var3.attention.replay.workspace.LARGEST_BYTES", 0)
+        monkeypatch.setattr("mla_var3.attention.replay.replay.LARGEST_BYTES", 0)
     model = make_model(generator, H, D, K, DTYPE)
     for turn in range(3):
         batch, groups = batch_of(generator, 2, True), groups_of(2)

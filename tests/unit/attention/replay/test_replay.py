@@ -13,7 +13,6 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import mla_attention, mla_latent_attention
 from mla_var3.attention.replay import key as keys
 from mla_var3.attention.replay import replay as replays
-from mla_var3.attention.replay import workspace
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute import torch_fast
@@ -407,9 +406,9 @@ def test_lengths_of_the_cache_given_once_more(kernel, generator):
         same(found, mla_latent_attention(*q, view, kernel="torch_tiled", lengths=shorter))
 
 
-@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
+@pytest.mark.parametrize("largest", [0, replays.LARGEST_BYTES])
 def test_whole_calls_in_and_outside_of_inference_mode(largest, kernel, generator, monkeypatch):
-    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(replays, "LARGEST_BYTES", largest)
     cache = cache_of(generator)
     results = []
     for inference in (True, False, True, False):
@@ -423,10 +422,10 @@ def test_whole_calls_in_and_outside_of_inference_mode(largest, kernel, generator
     assert (kernel.calls, kernel.repeats) == (1, 3)
 
 
-@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
+@pytest.mark.parametrize("largest", [0, replays.LARGEST_BYTES])
 def test_an_lse_that_is_not_returned(largest, kernel, generator, monkeypatch):
     """It takes no memory of its own, and none that another result lies in."""
-    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(replays, "LARGEST_BYTES", largest)
     made: list[tuple[int, ...]] = []
 
     def maker(device: torch.device) -> Any:
@@ -486,14 +485,14 @@ def test_an_error_between_the_projections_leaves_gradients_on(kernel, generator,
 
 def test_memory_is_of_one_thread_and_has_few_sizes():
     device = torch.device("cpu")
-    here = workspace.shared_memory(device, workspace.SMALLEST_BYTES + 1)
-    assert here is not None and here.numel() == 2 * workspace.SMALLEST_BYTES
-    assert workspace.shared_memory(device, 2 * workspace.SMALLEST_BYTES) is here
-    assert workspace.shared_memory(device, 1) is not here
-    assert workspace.shared_memory(device, workspace.LARGEST_BYTES + 1) is None
+    here = replays.shared_memory(device, replays.SMALLEST_BYTES + 1)
+    assert here is not None and here.numel() == 2 * replays.SMALLEST_BYTES
+    assert replays.shared_memory(device, 2 * replays.SMALLEST_BYTES) is here
+    assert replays.shared_memory(device, 1) is not here
+    assert replays.shared_memory(device, replays.LARGEST_BYTES + 1) is None
     there: list[Any] = []
     thread = threading.Thread(
-        target=lambda: there.append(workspace.shared_memory(device, here.numel()))
+        target=lambda: there.append(replays.shared_memory(device, here.numel()))
     )
     thread.start()
     thread.join()
