@@ -110,29 +110,18 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of the newest tokens of every request over its latent cache.
 
-    Args:
-        q_latent: latent queries, packed, `[tokens, h, k]`.
-        q_rope: their rope part, `[tokens, h, p]`; may be a view with a larger head stride.
-        pages: the layer's cache.
-        block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
-        lengths: int32 `[b]`, tokens of each request with its new ones, on the device.
-        scale: factor on the logits.
-        max_q: upper bound on the query tokens of any request.
-        query_start_loc: int32 `[b+1]`, first query of each request; None where each has `max_q`.
-        causal: whether a query sees no position after its own.
-        tree_mask: bool `[b, max_q, max_q]`, which of the newest tokens a query sees.
-        out: where the output goes, `[tokens, h, k]`; by default a new tensor.
-        return_lse: also return the natural log-sum-exp.
-        total_lengths: int32 `[b]`, tokens of each request on all ranks, where decode context
-            parallelism interleaves them; `lengths` are those on this rank.
-        shards: ranks that share the tokens of a request.
-        shard: this rank.
-        batch_invariant: whether a request's result must not depend on the rest of the batch.
-        step: the forward pass, whose layers share a schedule; None for a call of its own.
-        kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
+    What is not described here is as for `mla_latent_attention`. Queries are packed, `[tokens, h,
+    k]` and `[tokens, h, p]`; the rope part may be a view with a larger head stride.
+    `query_start_loc` is int32 `[b+1]`, the first query of each request; None where each has
+    `max_q`, which is otherwise an upper bound. The block table is int32 `[b, max_pages]`; entries
+    beyond a request's tokens may be anything. `lengths` are int32 `[b]`, tokens of each request
+    with its new ones, on the device. A tree mask is bool `[b, max_q, max_q]`. Where decode context
+    parallelism interleaves tokens over ranks, `lengths` are those on this rank, `total_lengths`
+    those on all. The kernel is by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
 
     Returns:
-        The latent output `[tokens, h, k]`, and the LSE `[tokens, h]` in float32 or None.
+        The latent output `[tokens, h, k]`, in `out` or new, and the LSE `[tokens, h]` in float32 or
+        None.
     """
     if not (
         isinstance(q_latent, Tensor) and isinstance(q_rope, Tensor)
@@ -222,24 +211,12 @@ def warm_up(
 ) -> None:
     """Compile every program that calls of up to `max_q` query tokens need, before graph capture.
 
-    The calls that it makes are small: an engine may have counted its memory before.
-
-    Args:
-        h: query heads on this device.
-        max_q: most query tokens of a request.
-        device: where the calls will run.
-        dtype: of the queries, and of the cache unless it is in 8 bits.
-        cache_dtype: float8_e4m3fn for a cache in 8 bits.
-        k: width of the latent part.
-        p: width of the rope part.
-        page_size: tokens of a page.
-        packed: whether calls bring `query_start_loc`.
-        tree: whether calls bring a tree mask.
-        head_major: whether calls may bring views of `[h, tokens, k]` as latent queries.
-        shards: as for `paged_attention`.
-        batch_invariant: likewise.
-        step: whether calls bring a `Step`.
-        kernel: as for `paged_attention`.
+    The calls that it makes are small: an engine may have counted its memory before. They have `h`
+    heads on the device, queries in `dtype`, and pages of rows of width k+p in `cache_dtype`,
+    float8_e4m3fn for 8 bits, by default that of the queries. They may be packed (bring
+    `query_start_loc`), bring a tree mask or a `Step`, and head-major latent queries, views of `[h,
+    tokens, k]`, beside token-major ones. Shards, batch invariance and kernel are as for
+    `paged_attention`.
     """
     device = require_device(device)
     require_int("h", h, minimum=1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,10 +130,6 @@ def _page_refusal(shape: CallShape, step: int) -> str | None:
 
 def _dense_decompressed(shape: CallShape) -> str | None:
     return needs_q_nope(shape) or ("a paged cache" if shape.page_size is not None else None)
-
-
-def _small_pages_refusal(shape: CallShape) -> str | None:
-    return _page_refusal(shape, SMALL_PAGE_STEP)
 
 
 def _latent_fields(shape: CallShape) -> dict[str, Any]:
@@ -387,8 +384,8 @@ def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
 
 
 _LATENT = Service(
-    _latent_operands, _small_pages_refusal, _latent_fields, latent=True, any_queries=True,
-    cache_formats=tuple(FORMATS),
+    _latent_operands, partial(_page_refusal, step=SMALL_PAGE_STEP), _latent_fields, latent=True,
+    any_queries=True, cache_formats=tuple(FORMATS),
 )  # fmt: skip
 
 CUTILE_SERVICES: dict[str, Service] = {

@@ -41,7 +41,7 @@ class CallShape:
         b, s, t, h, d, p, k, v: sizes as everywhere; s is the most queries of any request, and a v
             of 0 becomes d.
         dtype: bfloat16, float16 or float32.
-        causal: whether a query sees no later position.
+        causal, batch_invariant, sliding_window, scale: as for `mla_attention`.
         page_size: tokens per page; None for a dense cache.
         window: slots of the ring of decompressed tokens.
         prefix: tokens of the decompressed shared prefix.
@@ -53,10 +53,7 @@ class CallShape:
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
         partial: whether the cache holds a part of each request only.
-        batch_invariant: whether a request's result must not depend on the rest of the batch.
         latent_only: whether the caller does the projections.
-        sliding_window: newest tokens, up to itself, that a query sees; None for all.
-        scale: factor on the logits; None for `(d + p) ** -0.5`.
         aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
         whole_copy: whether a ring as long as the cache is known to hold every token; otherwise
             kernels that read all tokens decompressed decompress them in every call.
