@@ -1,6 +1,7 @@
 """`mla_attention` against a float64 oracle, with its options crossed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mla_var3.attention.request.masks import tree_ancestors
 from tests.fuzz import cases
 
 from .attention_support import (
+    Model,
     ancestors_by_walking,
     assert_close,
     filled_cache,
@@ -26,6 +28,21 @@ from .attention_support import (
 
 mla_attention = mla_var3.mla_attention
 P = 4
+
+
+def require_right(
+    generator: torch.Generator,
+    model: Model,
+    cache: Any,
+    tokens: Any,
+    widths: tuple[int, int] = (6, P),
+    **options: Any,
+) -> None:
+    """A call with two queries per request, against the oracle."""
+    h, dtype = model.sizes[0], model.w_uk.dtype
+    q = [normal(generator, 2, 2, h, width, dtype=dtype) for width in widths]
+    found = mla_attention(*q, cache, model.w_uk, model.w_uv, return_lse=True, **options)
+    require_oracle(*found, q, tokens, model)
 
 
 def test_options_crossed():
@@ -85,12 +102,8 @@ def test_a_foreign_paged_cache(generator):
     table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
     lengths = torch.tensor([100, 64])
     view = paged_view(pages, table, lengths, k=8)
-    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
-    output, lse = mla_attention(
-        q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, max_kv=128
-    )
     tokens = pages[[4, 1]].flatten(0, 1)[:100], pages[3]
-    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
+    require_right(generator, model, view, tokens, max_kv=128)
 
 
 def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
@@ -105,15 +118,11 @@ def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
         k_prefix=keys.transpose(0, 1), v_prefix=values.transpose(0, 1),
         k_rope_prefix=prefix[:, 8:],
     )  # fmt: skip
-    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
+    tokens = [pages[own.long()].flatten(0, 1) for own in table]
+    tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
     for most in (2048, 64):
         monkeypatch.setattr("mla_var3.attention.backends.torch_tiled._TILE_MOST", most)
-        output, lse = mla_attention(
-            q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, kernel="torch_tiled"
-        )
-        tokens = [pages[own.long()].flatten(0, 1) for own in table]
-        tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
-        require_oracle(output, lse, (q_nope, q_rope), tokens, model)
+        require_right(generator, model, view, tokens, kernel="torch_tiled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -153,16 +162,20 @@ def test_a_later_parent_on_the_device_counts_as_the_context(monkeypatch):
     assert torch.equal(tree_ancestors(torch.tensor([1, 5, 0])), ancestors_by_walking([-1, -1, 0]))
 
 
+def on_the_interpreter(generator: torch.Generator, lengths: list[int], **options: Any) -> Any:
+    """Weights, cache and tokens in widths that the kernels take."""
+    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
+    options = {"p": 16, "t": 70, "dtype": torch.bfloat16, **options}
+    return model, *filled_cache(generator, lengths, model, **options)
+
+
 @pytest.mark.parametrize(
     "kernel", ["flash_mla", "flash_mla_split_kv", "flash_attention", "mla_var6_plus"]
 )
 @pytest.mark.parametrize("window", [0, 16, 70])
 def test_the_kernels_on_the_interpreter(kernel, window, generator):
     """Each named kernel is what runs, and gives what the oracle says."""
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [70, 21], model, p=16, t=70, dtype=torch.bfloat16, window=window
-    )
+    model, cache, tokens = on_the_interpreter(generator, [70, 21], window=window)
     # One element into their storage: kernels get copies at aligned addresses.
     q_nope, q_rope = (
         normal(generator, 2 * 3 * 2 * 16 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 2, 16)
@@ -178,53 +191,32 @@ def test_the_kernels_on_the_interpreter(kernel, window, generator):
 
 
 def test_a_foreign_window_without_its_start_is_full(generator):
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [60, 11], model, p=16, t=70, dtype=torch.bfloat16, window=16
-    )
+    model, cache, tokens = on_the_interpreter(generator, [60, 11], window=16)
     view = replace(cache.view(), window_start=None)
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
-    output, lse = mla_attention(
-        q_nope, q_rope, view, model.w_uk, model.w_uv, kernel="mla_var6_plus", return_lse=True
-    )
-    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
+    require_right(generator, model, view, tokens, (16, 16), kernel="mla_var6_plus")
 
 
 @pytest.mark.parametrize("kernel", ["torch_tiled", "flash_attention", "mla_var6_plus"])
 def test_a_foreign_ring_as_long_as_the_cache_may_lack_tokens(kernel, generator):
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [60, 21], model, p=16, t=70, dtype=torch.bfloat16, window=70
-    )
+    model, cache, tokens = on_the_interpreter(generator, [60, 21], window=70)
     view = replace(cache.view(), window_start=torch.tensor([40, 5], dtype=torch.int32))
     assert view.k_new is not None and view.v_new is not None
     for request, start in enumerate((40, 5)):
         view.k_new[request, :, :start] = view.v_new[request, :, :start] = 9.0
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
-    operands = (q_nope, q_rope, view, model.w_uk, model.w_uv)
+    given = {"widths": (16, 16), "kernel": kernel}
     # A call that looks at fewer tokens completes the ring for itself only.
-    found = mla_attention(*operands, kernel=kernel, lengths=[20, 4], return_lse=True)
-    require_oracle(*found, (q_nope, q_rope), (tokens[0][:20], tokens[1][:4]), model)
-    found = mla_attention(*operands, kernel=kernel, return_lse=True)
-    require_oracle(*found, (q_nope, q_rope), tokens, model)
+    shorter = tokens[0][:20], tokens[1][:4]
+    require_right(generator, model, view, shorter, lengths=[20, 4], **given)
+    require_right(generator, model, view, tokens, **given)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["the cache", "a view from before"])
 def test_a_short_window_is_completed_for_the_mixed_kernel(held, generator):
     """After dropped tokens the call decompresses what the window lacks, until `refill` does."""
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [60, 21], model, p=16, t=70, dtype=torch.bfloat16, window=16
-    )
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
-
-    def require_right() -> None:
-        operands = (q_nope, q_rope, given, model.w_uk, model.w_uv)
-        found = mla_attention(*operands, kernel="mla_var6_plus", return_lse=True)
-        require_oracle(*found, (q_nope, q_rope), (tokens[0][:57], tokens[1]), model)
-
+    model, cache, tokens = on_the_interpreter(generator, [60, 21], window=16)
     given = cache.view() if held else cache
+    kept, options = (tokens[0][:57], tokens[1]), {"kernel": "mla_var6_plus"}
     cache.truncate([3, 0])
-    require_right()
+    require_right(generator, model, given, kept, (16, 16), **options)
     cache.refill(model.w_uk, model.w_uv, 3)
-    require_right()
+    require_right(generator, model, given, kept, (16, 16), **options)

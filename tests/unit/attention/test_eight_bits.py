@@ -58,6 +58,13 @@ def contents(cache: LatentCache) -> list[torch.Tensor]:
     return [row[:length] for row, length in zip(rows, view.lengths.tolist(), strict=True)]
 
 
+def cache_of(
+    generator: torch.Generator, lengths: list[int], model: Model, name: str, **options: Any
+) -> tuple[LatentCache, list[torch.Tensor]]:
+    options = {"p": P, "dtype": torch.bfloat16, "cache_dtype": name, **options}
+    return filled_cache(generator, lengths, model, **options)
+
+
 def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(normal(generator, *rows, H, width, dtype=torch.bfloat16) for width in (D, P))  # type: ignore[return-value]
 
@@ -69,10 +76,8 @@ def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch
 def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, model, generator):
     """Decompressed tokens are not rounded to 8 bits."""
     lengths = [90, prefix + 2, 129]
-    cache, tokens = filled_cache(
-        generator, lengths, model, p=P, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=page_size, window=window, prefix=prefix, t=130,
-    )  # fmt: skip
+    options = {"page_size": page_size, "window": window, "prefix": prefix}
+    cache, tokens = cache_of(generator, lengths, model, name, **options)
     q_nope, q_rope = queries(generator, 3, 2)
     operands = (q_nope, q_rope, cache, model.w_uk, model.w_uv)
     output, lse = mla_var3.mla_attention(*operands, return_lse=True)
@@ -92,10 +97,7 @@ def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, mode
 @FORMAT
 def test_copies_without_rope_keys_of_their_own(name, model, generator):
     """Rope keys are then dequantised to the dtype of the queries, as the other tiles are."""
-    cache, _ = filled_cache(
-        generator, [90, 66], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16,
-        prefix=20,
-    )  # fmt: skip
+    cache, _ = cache_of(generator, [90, 66], model, name, window=16, prefix=20)
     copies = ("k_new", "v_new", "k_prefix", "v_prefix")
     half = {part: getattr(cache.view(), part).half() for part in copies}
     view = replace(cache.view(), **half, k_rope_new=None, k_rope_prefix=None)
@@ -110,9 +112,7 @@ def test_copies_without_rope_keys_of_their_own(name, model, generator):
 
 @FORMAT
 def test_refill_reads_the_rounded_tokens(name, model, generator):
-    cache, _ = filled_cache(
-        generator, [40], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16
-    )
+    cache, _ = cache_of(generator, [40], model, name, window=16)
     cache.truncate([10], w_uk=model.w_uk, w_uv=model.w_uv)
     assert cache.window is not None and cache.window.start.tolist() == [14]
     latent, rope = (rows[0, 20] for rows in cache.view().rows(torch.arange(30)[None]))
@@ -123,10 +123,7 @@ def test_refill_reads_the_rounded_tokens(name, model, generator):
 
 
 def test_never_the_whole_pool_is_dequantised(model, generator, monkeypatch):
-    cache, _ = filled_cache(
-        generator, [500], model, p=P, dtype=torch.bfloat16, cache_dtype="fp8_per_token",
-        page_size=64, t=512,
-    )  # fmt: skip
+    cache, _ = cache_of(generator, [500], model, "fp8_per_token", page_size=64, t=512)
     seen = []
 
     def counted(parts: Any, dtype: torch.dtype) -> Any:
@@ -214,10 +211,8 @@ def test_each_format_has_an_estimate_of_its_own():
 @pytest.mark.parametrize("page_size", [None, 64])
 def test_a_shared_prefix(name, page_size, model, generator):
     """Its passes carry the scales; dense requests with scales per token cannot be read as pages."""
-    cache, _ = filled_cache(
-        generator, [130, 70, 64], model, p=P, t=192, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=page_size, prefix=64,
-    )  # fmt: skip
+    options = {"t": 192, "page_size": page_size, "prefix": 64}
+    cache, _ = cache_of(generator, [130, 70, 64], model, name, **options)
     q = queries(generator, 3, 2)
     operands = (*q, cache, model.w_uk, model.w_uv)
     with registered(PrefixBackend(torch_tiled.TorchTiled())) as backend:
@@ -235,10 +230,7 @@ def test_a_shared_prefix(name, page_size, model, generator):
 
 @FORMAT
 def test_decompressed_prefixes_have_the_dtype_of_the_weights(name, model, generator):
-    cache, _ = filled_cache(
-        generator, [70, 64], model, p=P, t=128, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=64,
-    )  # fmt: skip
+    cache, _ = cache_of(generator, [70, 64], model, name, t=128, page_size=64)
     cache.fork(0, into=[1])
     groups = PrefixGroups(torch.zeros(1, 2).int(), torch.tensor([[64]]))
     [copy] = decompress_prefixes(groups, cache, model.w_uk, model.w_uv).copies
