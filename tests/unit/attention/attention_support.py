@@ -190,6 +190,19 @@ def ring(view: CacheView, request: int) -> tuple[QuantisedRows, QuantisedRows, l
     )
 
 
+def operator_operands(
+    q: Sequence[torch.Tensor], view: CacheView, model: Model, kernel: str = "auto"
+) -> tuple[Any, ...]:
+    """What the operator of a whole call takes."""
+    parts = (
+        view.k_new, view.v_new, view.window_start, view.k_prefix, view.v_prefix, view.k_rope_new,
+        view.k_rope_prefix, view.scales, view.window_scales,
+    )  # fmt: skip
+    options = (None, None, None, True, 0.3, None, None, 1, 0, False, None, kernel)
+    cache = view.latent, view.rope, view.lengths
+    return (*q, *cache, model.w_uk, model.w_uv, view.block_table, *parts, *options)
+
+
 @contextmanager
 def registered(backend: Any) -> Iterator[Any]:
     """A backend that calls may name while the context lasts."""

@@ -16,7 +16,15 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.window.packed import PackedWindow, pack_window, unpack_window
 from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, dequantise, quantise
 
-from .attention_support import Model, filled_cache, make_model, normal, require_oracle, ring
+from .attention_support import (
+    Model,
+    filled_cache,
+    make_model,
+    normal,
+    operator_operands,
+    require_oracle,
+    ring,
+)
 
 H, D, K, P, N = 2, 16, 32, 4, 64
 BF16 = torch.bfloat16
@@ -223,12 +231,7 @@ def test_inside_a_compiled_program(model, generator):
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q[0]), layer(q[0]))
-    view = cache.view()
-    operands = (
-        *q, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv, None, view.k_new,
-        view.v_new, view.window_start, None, None, view.k_rope_new, None, None, view.window_scales,
-        None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
-    )  # fmt: skip
+    operands = operator_operands(q, cache.view(), model)
     # Those of the schema compare arguments before and after, which torch cannot do in e4m3.
     torch.library.opcheck(mla_attention_op, operands, test_utils="test_faketensor")
 

@@ -1,7 +1,7 @@
 """Replays give what first calls give, and refuse the same calls."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -80,14 +80,17 @@ def same(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("make", MAKES)
-def test_the_latent_call(make, kernel, generator):
-    for turn in range(3):
-        cache, options = make(generator)
-        q = queries(generator, K)
+def require_repeats(kernel: Any, made: Iterable[Any]) -> None:
+    """Latent calls of one key, each on queries, cache and options of its own."""
+    for turn, (q, cache, options) in enumerate(made):
         found = mla_latent_attention(*q, cache, kernel=KERNEL, **options)
         assert (kernel.calls, kernel.repeats) == (1, turn)
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_the_latent_call(make, kernel, generator):
+    require_repeats(kernel, ((queries(generator, K), *make(generator)) for _ in range(3)))
 
 
 @pytest.mark.parametrize("give_out", [False, True])
@@ -107,13 +110,12 @@ def test_the_whole_call(make, give_out, kernel, generator):
 
 
 def test_packed_queries(kernel, generator):
-    cache = cache_of(generator)
-    for turn, bounds in enumerate(([0, 1, 4, 6], [0, 0, 3, 6])):
+    cache, made = cache_of(generator), []
+    for bounds in ([0, 1, 4, 6], [0, 0, 3, 6]):
         q = [normal(generator, 6, H, w, dtype=DTYPE) for w in (K, P)]
-        options = {"cu_seqlens_q": torch.tensor(bounds, dtype=torch.int32), "max_q": 3}
-        found = mla_latent_attention(*q, cache, kernel=KERNEL, **options)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        made.append((q, cache, {"cu_seqlens_q": bounds, "max_q": 3}))
+    require_repeats(kernel, made)
 
 
 COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
@@ -396,10 +398,7 @@ def test_a_key_in_every_state_of_torch(known):
 
 def test_lengths_of_the_cache_given_once_more(kernel, generator):
     q, view = queries(generator, K), cache_of(generator).view()
-    for turn in range(3):
-        found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=view.lengths)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, view, kernel="torch_tiled"))
+    require_repeats(kernel, 3 * [(q, view, {"lengths": view.lengths})])
     shorter = torch.ones_like(view.lengths)
     for _ in range(2):
         found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=shorter)
@@ -501,9 +500,5 @@ def test_memory_is_of_one_thread_and_has_few_sizes():
 
 def test_queries_that_are_columns_of_one_tensor_are_not_copied(kernel, generator):
     cache = cache_of(generator)
-    for turn in range(2):
-        both = normal(generator, B, S, H, K + P, dtype=DTYPE)
-        q = both[..., :K], both[..., K:]
-        found = mla_latent_attention(*q, cache, kernel=KERNEL)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
+    both = (normal(generator, B, S, H, K + P, dtype=DTYPE) for _ in range(2))
+    require_repeats(kernel, ((q.split([K, P], -1), cache, {}) for q in both))
