@@ -110,16 +110,11 @@ class LatentBackend:
         It serves targets (None for all), 8-bit formats and perhaps sliding windows as said here. Of
         the others `unsupported` says why it cannot serve a call shape.
         """
-        self.kernel = kernel
-        self.language = language
-        self.runs_on_cpu = runs_on_cpu
-        self.targets = targets
-        self.cache_formats = tuple(cache_formats)
-        self._attend_fn = attend
-        self._whole = whole
-        self._unsupported = unsupported
-        self._kernel_id = kernel_id
-        self._sliding_window = sliding_window
+        self.kernel, self.language = kernel, language
+        self.runs_on_cpu, self.targets = runs_on_cpu, targets
+        self.cache_formats, self._sliding_window = tuple(cache_formats), sliding_window
+        self._attend_fn, self._whole = attend, whole
+        self._unsupported, self._kernel_id = unsupported, kernel_id
 
     @classmethod
     def of_package(cls, kernel: KernelId) -> LatentBackend:
@@ -133,11 +128,11 @@ class LatentBackend:
         return None if self._kernel_id is None else missing_language(self.language)
 
     def unsupported(self, shape: CallShape) -> str | None:
-        windowed = shape.sliding_window is not None and not self._sliding_window
+        windowed = shape.sliding_window is not None
         reasons = {
             FLOAT32: shape.dtype == "float32",
             UNALIGNED: not shape.aligned,
-            "a sliding window": windowed,
+            "a sliding window": windowed and not self._sliding_window,
             "a tree mask of 2**31 entries or more": shape.tree and shape.b * shape.s**2 > MOST,
             f"a tree of tokens in {PARTIAL}": shape.partial and shape.tree,
         }

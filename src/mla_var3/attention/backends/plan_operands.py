@@ -46,20 +46,6 @@ SIZES = ("b", "s", "t", "h", "d", "p", "k", "causal")
 """Fields that every plan has and a call decides."""
 
 
-def build_and_launch(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
-    """Build a stage and launch it; returns its outputs."""
-    stage = build()
-    stage.launch()
-    return stage.output_tensors
-
-
-def launch_kept(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
-    """Launch a stage that is built once per key; returns its outputs."""
-    from mla_var3.kernel.cute_python.mla.hopper.stage_call import run_stage
-
-    return run_stage(key, operands, build)
-
-
 def plan_of_operands(plan: Any, shape: CallShape, operands: Operands) -> Stage:
     """The stage of a plan that takes its operands one by one."""
     stage: Stage = plan.plan(*operands)
@@ -76,10 +62,8 @@ class Service:
             can.
         fields: fields of the plan that a shape decides beside dtype and scale.
         build: makes the stage of a plan on the operands of a call.
-        run: launches the stage of a key on operands, built for them or for earlier ones of the same
-            key; returns its outputs.
         latent: whether the output is latent.
-        runs_on_cpu: whether it takes CPU tensors.
+        runs_on_cpu: whether it takes CPU tensors, as cuTile does; other plans are built once.
         any_queries: whether it takes packed queries, trees and sliding windows.
         cache_formats: 8-bit formats of the cache that it reads.
         any_v: whether values may be wider or narrower than d.
@@ -91,7 +75,6 @@ class Service:
     refusal: Callable[[CallShape], str | None]
     fields: Callable[[CallShape], dict[str, Any]]
     build: Callable[[Any, CallShape, Operands], Stage] = plan_of_operands
-    run: Callable[[Hashable, Operands, Callable[[], Stage]], list[Tensor]] = build_and_launch
     latent: bool = False
     runs_on_cpu: bool = True
     any_queries: bool = False
@@ -107,6 +90,16 @@ class Service:
             held, read = kinds[shape.window_dtype], kinds[self.window_dtype]
             return f"a window in {held}; it reads one in {read}"
         return self.refusal(shape)
+
+    def run(self, key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
+        """Launch the stage of a key, built now or for earlier operands; returns its outputs."""
+        if self.runs_on_cpu:
+            stage = build()
+            stage.launch()
+            return stage.output_tensors
+        from mla_var3.kernel.cute_python.mla.hopper.stage_call import run_stage
+
+        return run_stage(key, operands, build)
 
 
 def sizes_of(shape: CallShape) -> dict[str, Any]:
@@ -375,10 +368,6 @@ def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
     return MixOperands(*operands).stage(plan, shape, seen_by_all=False, shared=True)  # type: ignore[arg-type]
 
 
-def _cute_service(operands: Any, refusal: Any, fields: Any, build: Any, **more: Any) -> Service:
-    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False, **more)
-
-
 def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
     return {**sizes_of(shape), "v": shape.v}
 
@@ -398,10 +387,11 @@ CUTILE_SERVICES: dict[str, Service] = {
 }
 """By design: all versions of a design take the same operands."""
 
+_cute_service = partial(Service, runs_on_cpu=False)
 _WINDOW = _window_operands, _window_refusal, _window_fields, _window_stage
 CUTE_SERVICES: dict[str, Service] = {
     "flash_attention": _cute_service(
-        _full_copy_operands, needs_q_nope, _full_copy_fields, plan_of_operands, any_v=True
+        _full_copy_operands, needs_q_nope, _full_copy_fields, any_v=True
     ),
     "mla_var6_plus": _cute_service(*_WINDOW, reads_window=True),
     "mla_var6_plus_v5": _cute_service(*_WINDOW, reads_window=True, window_dtype=FP8.name),
