@@ -158,10 +158,12 @@ def test_a_captured_call_completes_a_whole_ring_too(model, generator, monkeypatc
     assert completed == [2]
 
 
-def test_a_ring_beside_a_shared_prefix(model, generator):
-    cache, tokens = cache_and_tokens(generator, [200, 70, 68], model, window=64, prefix=64)
-    for kernel in ("mla_var6_plus", "mla_var6_plus_v6"):
-        task = task_on(cache, model, generator)
+@pytest.mark.parametrize("lengths", [[200, 70, 68], [66, 64, 200]])
+def test_a_ring_beside_a_shared_prefix(lengths, model, generator):
+    """Also of queries that reach into the prefix."""
+    cache, tokens = cache_and_tokens(generator, lengths, model, window=64, prefix=64)
+    for kernel, s in (("mla_var6_plus", 3), ("mla_var6_plus", 9), ("mla_var6_plus_v6", 3)):
+        task = task_on(cache, model, generator, s=s)
         require_right(attend(kernel, task), task, tokens, model)
 
 
@@ -326,10 +328,3 @@ def test_what_the_cache_holds_decides():
     assert chosen(b=64, s=4, t=4608, prefix=4096) == ("mla_var6_plus_v6", LANGUAGE)
     # Few queries are cheap in latent form, whatever else there is.
     assert chosen(s=8, window=2304) == ("flash_mla", LANGUAGE)
-
-
-def test_queries_that_reach_into_the_prefix(model, generator):
-    cache, tokens = cache_and_tokens(generator, [66, 64, 200], model, window=64, prefix=64)
-    for s in (3, 9):
-        task = task_on(cache, model, generator, s=s)
-        require_right(attend("mla_var6_plus", task), task, tokens, model)

@@ -13,7 +13,6 @@ from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.ops import mla_attention_op
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.mla.window.packed import PackedWindow, pack_window, unpack_window
 from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, dequantise, quantise
 
 from .attention_support import (
@@ -154,27 +153,6 @@ def test_zeros_and_infinities(model, generator):
     poisoned = dequantise(found_keys).isnan()
     assert bool(poisoned[0, 2].all()) and int(poisoned.sum()) == D
     assert not dequantise(found_values).isnan().any()
-
-
-def test_single_slots_are_those_of_a_packed_window(generator):
-    k, v = (torch.randn(2, H, 128, D, generator=generator) for _ in range(2))
-    packed = pack_window(quantise(k), quantise(v, powers_of_two=True))
-    slots = torch.randperm(128, generator=generator)
-    requests = torch.randint(0, 2, (128,), generator=generator)
-    (keys, key_at), (values, value_at), (scales, scale_at) = packed.by_slot(requests, slots)
-    unpacked = unpack_window(packed, 128)
-    wanted = [rows.values.view(torch.uint8)[requests, :, slots] for rows in unpacked]
-    assert torch.equal(keys[key_at], wanted[0]) and torch.equal(values[value_at], wanted[1])
-    assert torch.equal(scales[scale_at], packed.scales[requests, :, slots])
-    again = PackedWindow.zeros(2, H, 128, D, D, torch.device("cpu"))
-    for (target, index), rows in zip(
-        again.by_slot(requests, slots), (*wanted, scales[scale_at]), strict=True
-    ):
-        target[index] = rows
-    for request, slot in zip(requests.tolist(), slots.tolist(), strict=True):
-        for found, given in zip(unpack_window(again, 128), unpacked, strict=True):
-            at = (request, slice(None), slot)
-            assert torch.equal(found.values[at].float(), given.values[at].float())
 
 
 @PAGED
