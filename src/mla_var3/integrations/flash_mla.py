@@ -61,11 +61,8 @@ _FP8_POINTERS = (*_POINTERS, "scales")
 class FlashMLASchedMeta:
     """What calls that share a schedule have in common; the first call fills it in.
 
-    The kernels here schedule themselves, so only the sizes of the calls are kept, to refuse one
-    that differs as FlashMLA does.
-
-    Attributes:
-        config: sizes and options of the calls; None before the first.
+    The kernels here schedule themselves, so only the sizes and options of the calls are kept, to
+    refuse one that differs as FlashMLA does.
     """
 
     config: dict[str, object] | None = None

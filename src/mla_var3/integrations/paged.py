@@ -52,9 +52,7 @@ DEFAULT_CROSSOVER = 128
 class Pages:
     """One layer's cache: views of the latent and the rope columns of `[blocks, page, k+p]`.
 
-    Attributes:
-        latent, rope: The columns.
-        scales: The scale of a cache in e4m3, float32 `[1]`; None in 16 bits.
+    A cache in e4m3 has a scale, float32 `[1]`.
     """
 
     latent: Tensor

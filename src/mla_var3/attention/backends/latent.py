@@ -12,7 +12,7 @@ A kernel may also run the projections around the attention in the same launch. I
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -185,7 +185,8 @@ class LatentBackend:
             return out, operands.lse, launch if taken.same else None
         project_heads(task.q, task.w_uk, q_latent)
         launch = attend(operands, options)
-        if not taken.same or (whole is not None and not _are_aligned(projections)):
+        aligned = all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in projections)
+        if not taken.same or (whole is not None and not aligned):
             launch = None  # the next call of this key may project in the kernel's launch
         return project_heads(operands.o_latent, task.w_uv, out), operands.lse, launch
 
@@ -290,7 +291,8 @@ def _taken(task: AttentionTask) -> _Taken:
         if index is None:
             indices.append(None)
             continue
-        taken, unchanged = _unless_copied(index, _dense_inside(index))
+        dense = index if index.stride(-1) == 1 else index.contiguous()
+        taken, unchanged = _unless_copied(index, dense)
         indices.append(taken)
         same = same and unchanged
     table, lengths, total, bounds = indices
@@ -307,10 +309,6 @@ def _taken(task: AttentionTask) -> _Taken:
 def _unless_copied(given: Tensor, taken: Tensor) -> tuple[Tensor, bool]:
     """What is taken, and whether it is the memory that was given."""
     return taken, given.data_ptr() == taken.data_ptr()
-
-
-def _are_aligned(tensors: Iterable[Tensor]) -> bool:
-    return all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
 def _row_distance(sizes: Sequence[int], strides: Sequence[int], alone: int) -> int | None:
@@ -363,10 +361,6 @@ def _aligned(tensor: Tensor) -> Tensor:
     if offset % ALIGNMENT_BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _dense_inside(index: Tensor) -> Tensor:
-    return index if index.stride(-1) == 1 else index.contiguous()
 
 
 def is_dense(out: Tensor | None) -> bool:

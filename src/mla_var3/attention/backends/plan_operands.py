@@ -102,9 +102,9 @@ class Service:
         return run_stage(key, operands, build)
 
 
-def sizes_of(shape: CallShape) -> dict[str, Any]:
-    """The sizes of a shape as fields of a plan."""
-    return {name: getattr(shape, name) for name in SIZES}
+def sizes_of(shape: CallShape, **more: Any) -> dict[str, Any]:
+    """The sizes of a shape as fields of a plan, and more fields."""
+    return {name: getattr(shape, name) for name in SIZES} | more
 
 
 def needs_q_nope(shape: CallShape) -> str | None:
@@ -126,12 +126,8 @@ def _dense_decompressed(shape: CallShape) -> str | None:
 
 
 def _latent_fields(shape: CallShape) -> dict[str, Any]:
-    return {
-        **sizes_of(shape),
-        "page": shape.page_size or 0,
-        "sliding_window": shape.sliding_window or 0,
-        "cache_dtype": shape.cache_dtype,
-    }
+    page, window = shape.page_size or 0, shape.sliding_window or 0
+    return sizes_of(shape, page=page, sliding_window=window, cache_dtype=shape.cache_dtype)
 
 
 def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
@@ -149,11 +145,6 @@ def _cache_scales(cache: CacheView, t: int) -> Tensor | None:
     if cache.scales.dim() == 1:
         return kernel_ready(cache.scales)
     return cache.scales if cache.block_table is not None else cache.scales[:, :t]
-
-
-def _mixed_fields(shape: CallShape) -> dict[str, Any]:
-    window = {"n": min(shape.window, shape.t)} if shape.window else {}
-    return {**sizes_of(shape), **window}
 
 
 def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
@@ -245,7 +236,8 @@ def _full_copy_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Ope
     cache, t = task.cache, plan.t
     copy = cache.full_copy()
     if copy is None:
-        latent, rope = _all_rows(cache, t)
+        page = cache.page_size or 1
+        latent, rope = (rows[:, :t] for rows in cache.tile(0, -(-t // page) * page))
         keys, values = decompress_all(latent, task.w_uk, task.w_uv)
     else:
         keys, values = (part[:, :, :t] for part in copy)
@@ -254,16 +246,9 @@ def _full_copy_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Ope
     return *queries, keys, values, rope, kernel_ready(cache.lengths)
 
 
-def _all_rows(cache: CacheView, t: int) -> tuple[Tensor, Tensor]:
-    """Latent rows and rope keys of the first t slots of every request, in order."""
-    page = cache.page_size or 1
-    latent, rope = cache.tile(0, -(-t // page) * page)
-    return latent[:, :t], rope[:, :t]
-
-
 def _window_fields(shape: CallShape) -> dict[str, Any]:
     # A bound on the lengths does not make a window shorter.
-    return {**sizes_of(shape), "t": max(shape.t, shape.window), "n": shape.window}
+    return sizes_of(shape, t=max(shape.t, shape.window), n=shape.window)
 
 
 class MixOperands(NamedTuple):
@@ -284,10 +269,10 @@ class MixOperands(NamedTuple):
     latent_lengths: Tensor | None = None
     scales: Tensor | None = None
 
-    def stage(self, plan: Any, shape: CallShape, *, seen_by_all: bool, shared: bool) -> Stage:
+    def stage(self, plan: Any, shape: CallShape, *, shared: bool) -> Stage:
         """The stage of a plan on these operands.
 
-        All queries may see all latent tokens; the decompressed ones may be those of all requests.
+        The decompressed tokens are a shared prefix, or all queries see all latent tokens.
         """
         from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
         from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
@@ -303,7 +288,7 @@ class MixOperands(NamedTuple):
         if self.q_latent is not None:
             tokens = LatentTokens(
                 self.q_latent, self.q_rope, given.latent, given.latent_rope, given.latent_lengths,
-                self.block_table, seen_by_all=seen_by_all,
+                self.block_table, seen_by_all=not shared,
             )  # fmt: skip
         stage: Stage = plan.plan_parts(tokens, decompressed, self.w_uv, shape.page_size or 0)
         return stage
@@ -342,14 +327,6 @@ def _with_latent(
     )  # fmt: skip
 
 
-def _window_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
-    return MixOperands(*operands).stage(plan, shape, seen_by_all=True, shared=False)  # type: ignore[arg-type]
-
-
-def _prefix_fields(shape: CallShape) -> dict[str, Any]:
-    return {**sizes_of(shape), "t": max(shape.t, shape.prefix), "prefix": shape.prefix}
-
-
 def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
     cache = task.cache
     assert task.w_uv is not None
@@ -364,12 +341,8 @@ def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
     return _with_latent(operands, task, plan.prefix, plan.t, own)
 
 
-def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
-    return MixOperands(*operands).stage(plan, shape, seen_by_all=False, shared=True)  # type: ignore[arg-type]
-
-
-def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
-    return {**sizes_of(shape), "v": shape.v}
+def _mix_stage(plan: Any, shape: CallShape, operands: Operands, *, shared: bool) -> Stage:
+    return MixOperands(*operands).stage(plan, shape, shared=shared)  # type: ignore[arg-type]
 
 
 _LATENT = Service(
@@ -382,21 +355,27 @@ CUTILE_SERVICES: dict[str, Service] = {
     "flash_mla_split_kv": _LATENT,
     "flash_attention": Service(_full_copy_operands, _dense_decompressed, sizes_of),
     "mla_var6_plus": Service(
-        _mixed_operands, _dense_decompressed, _mixed_fields, reads_window=True
+        _mixed_operands,
+        _dense_decompressed,
+        lambda call: sizes_of(call, **({"n": min(call.window, call.t)} if call.window else {})),
+        reads_window=True,
     ),
 }
 """By design: all versions of a design take the same operands."""
 
 _cute_service = partial(Service, runs_on_cpu=False)
-_WINDOW = _window_operands, _window_refusal, _window_fields, _window_stage
+_WINDOW = _window_operands, _window_refusal, _window_fields, partial(_mix_stage, shared=False)
 CUTE_SERVICES: dict[str, Service] = {
     "flash_attention": _cute_service(
-        _full_copy_operands, needs_q_nope, _full_copy_fields, any_v=True
+        _full_copy_operands, needs_q_nope, lambda call: sizes_of(call, v=call.v), any_v=True
     ),
     "mla_var6_plus": _cute_service(*_WINDOW, reads_window=True),
     "mla_var6_plus_v5": _cute_service(*_WINDOW, reads_window=True, window_dtype=FP8.name),
     "mla_var6_plus_v6": _cute_service(
-        _prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage
+        _prefix_operands,
+        _prefix_refusal,
+        lambda call: sizes_of(call, t=max(call.t, call.prefix), prefix=call.prefix),
+        partial(_mix_stage, shared=True),
     ),
 }
 """By version: each reads other parts of a cache."""

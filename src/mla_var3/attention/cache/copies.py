@@ -46,13 +46,13 @@ class Window:
     """A ring of the newest tokens of every request, decompressed.
 
     Position x is in slot x % n. The ring of a request holds the positions from `start` to its
-    length; older ones are attended latent. Dropping tokens shortens the range from above.
-    The slots below `start` have been overwritten by the dropped tokens, so the ring stays shorter
-    than n until new tokens come or `refill` decompresses the missing ones again.
+    length; older ones are attended latent. Dropping tokens shortens the range from above. The slots
+    below `start` have been overwritten by the dropped tokens, so the ring stays shorter than n
+    until new tokens come or `refill` decompresses the missing ones again.
 
     Attributes:
-        k_new, v_new: `[b, h, n, d]` and `[b, h, n, v]`; in 8 bits as in `PackedWindow`.
-        scales: those of a ring in 8 bits, see `PackedWindow`; None in 16.
+        k_new, v_new, scales: `[b, h, n, d]` and `[b, h, n, v]`; in 8 bits as in `PackedWindow`,
+            otherwise without scales.
         k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
             slots in their order needs all parts of a token in the same slot.
         start: int32 `[b]`, the oldest position in the ring.
@@ -202,10 +202,8 @@ def _put(
 class Prefix:
     """The first tokens of all requests, the same for each, decompressed once.
 
-    Attributes:
-        length: tokens.
-        k_prefix, v_prefix: `[h, length, d]` and `[h, length, v]`.
-        k_rope_prefix: `[length, p]`, their rope keys, beside those in the latent cache.
+    Keys and values are `[h, length, d]` and `[h, length, v]`; their rope keys, `[length, p]`, are
+    beside those in the latent cache.
     """
 
     def __init__(

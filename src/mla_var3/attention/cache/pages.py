@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,18 +19,14 @@ class PagePool:
     All live on the device and change there, with fixed shapes and no copy to the host, so that a
     CUDA graph can capture every method. After `fork` requests share pages. A request that appends
     to a page with other owners gets a copy of it first. `kernel/cutile/mla/reserve_pages.py` does
-    the same in one kernel each.
-
-    Pages that are given up go onto the stack in the order of requests and blocks, the first on top:
-    dropping tokens and appending as many gives the same pages.
+    the same in one kernel each. Pages that are given up go onto the stack in the order of requests
+    and blocks, the first on top: dropping tokens and appending as many gives the same pages.
 
     Attributes:
-        page_size: tokens per page.
-        num_pages: pages of the whole cache.
+        page_size, num_pages: tokens per page, and pages of the whole cache.
         block_table: int32 `[b, max_pages]`, page of each block of a request or `NO_PAGE`.
         owners: int32 `[num_pages]`, requests that hold each page.
-        free: int32 `[num_pages]`, a stack of free pages; the first `free_count` entries count.
-        free_count: int32 `[1]`.
+        free, free_count: int32 `[num_pages]`, a stack of free pages of which so many, `[1]`, count.
     """
 
     def __init__(
@@ -41,20 +39,15 @@ class PagePool:
         shared_pages: int = 0,
     ) -> None:
         """Make a pool in which the first `shared_pages` pages always belong to all requests."""
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self._shared = shared_pages
-        self.block_table = torch.full((b, max_pages), NO_PAGE, dtype=torch.int32, device=device)
-        self.block_table[:, :shared_pages] = torch.arange(
-            shared_pages, dtype=torch.int32, device=device
-        )
-        self.owners = torch.zeros((num_pages,), dtype=torch.int32, device=device)
+        self.page_size, self.num_pages, self._shared = page_size, num_pages, shared_pages
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.block_table = torch.full((b, max_pages), NO_PAGE, **numbers)
+        self.block_table[:, :shared_pages] = torch.arange(shared_pages, **numbers)
+        self.owners = torch.zeros((num_pages,), **numbers)
         self.owners[:shared_pages] = b
         # The stack is popped from its end: the lowest page goes first.
-        self.free = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device)
-        self.free_count = torch.full(
-            (1,), num_pages - shared_pages, dtype=torch.int32, device=device
-        )
+        self.free = torch.arange(num_pages - 1, -1, -1, **numbers)
+        self.free_count = torch.full((1,), num_pages - shared_pages, **numbers)
 
     def reserve(
         self, lengths: Tensor, counts: Tensor, most: int, copies: bool = False

@@ -27,10 +27,10 @@ class Storage:
     """Latent rows and rope keys of all tokens.
 
     Attributes:
-        buffer: `[b, t, k+p]`, or paged `[num_pages, page_size, k+p]`; in 8 bits uint8,
-            `[..., bytes of a token]`.
-        format: the format of 8 bits; None in 16.
-        dtype: of the tokens that are written.
+        buffer: `[b, t, k+p]`, or paged `[num_pages, page_size, k+p]`; in 8 bits uint8, with the
+            bytes
+            of a token.
+        format, dtype: the format of 8 bits, None in 16; the dtype of the tokens that are written.
         scale: of the format "fp8", float32 `[1]`; None in others.
     """
 

@@ -87,15 +87,12 @@ class NewTokens:
     def rows(self) -> TokenRows:
         """Request and place of each row; torch needs them, the kernels do not."""
         # No `cached_property`: it locks in Python 3.11, which a compiled program cannot.
-        if self._rows is None:
-            self._rows = self._found_rows()
+        if self._rows is None and self.bounds is not None:
+            self._rows = ragged_rows(self.bounds, self.most)
+        elif self._rows is None:
+            counts = None if self.counts is None else self.counts.long()
+            self._rows = padded_rows(self.leading[0][1] or 0, self.most, counts, self.device)
         return self._rows
-
-    def _found_rows(self) -> TokenRows:
-        if self.bounds is not None:
-            return ragged_rows(self.bounds, self.most)
-        counts = None if self.counts is None else self.counts.long()
-        return padded_rows(self.leading[0][1] or 0, self.most, counts, self.device)
 
 
 def masked_put(target: Tensor, indices: tuple[Tensor, ...], values: Tensor, valid: Tensor) -> None:

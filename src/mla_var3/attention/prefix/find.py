@@ -16,12 +16,9 @@ from mla_var3.op.mla.problem import require_int
 
 @dataclass
 class _Run:
-    """Neighbours in the sorted block tables that begin with the same pages.
+    """Neighbours in the sorted block tables, `first` to `last`, that begin with the same pages.
 
-    Attributes:
-        first, last: the neighbours, both included.
-        pages: pages that all of them share.
-        inner: runs inside of this one; they come right before it in the list of all runs.
+    The number of runs `inner` is inside of this one; they come right before it in the list of all.
     """
 
     first: int

@@ -107,12 +107,9 @@ class PrefixGroups:
 
 @dataclass(frozen=True)
 class PrefixCopy:
-    """The decompressed prefix of neighbouring requests.
+    """The decompressed prefix of the neighbouring requests `first..last-1`.
 
-    Attributes:
-        first, last: the requests `first..last-1`.
-        keys, values: `[h, tokens, d]` and `[h, tokens, v]`.
-        rope: `[tokens, p]`.
+    Keys are `[h, tokens, d]`, values `[h, tokens, v]`, rope keys `[tokens, p]`.
     """
 
     first: int
@@ -130,9 +127,7 @@ class PrefixCopy:
 class DecompressedPrefixes:
     """Groups of one level with decompressed prefixes; `decompress_prefixes` makes them.
 
-    Attributes:
-        groups: the groups that they were made from.
-        copies: one per group, in the order of the requests.
+    There is one copy per group, in the order of the requests.
     """
 
     groups: PrefixGroups

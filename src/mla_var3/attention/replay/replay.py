@@ -214,12 +214,8 @@ class Replay:
 class ProjectedReplay(Replay):
     """A call whose projections are batched products of torch, around a launch of the latent kernel.
 
-    Its tensors begin with w_uk, w_uv and q_nope.
-
-    Attributes:
-        queries: shape and strides of `q_nope` by head, `[h, count, d]`.
-        latents: those of latent queries and outputs by head.
-        by_head: those of the output by head.
+    Its tensors begin with w_uk, w_uv and q_nope. By head, the layouts are those of `q_nope`, `[h,
+    count, d]`, of latent queries and outputs, and of the output.
     """
 
     queries: Layout

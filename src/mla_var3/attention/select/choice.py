@@ -193,6 +193,7 @@ def choose(
     if not able:
         raise UnsupportedError(_nothing_fits(kernel, wanted, pairs))
     (backend, chosen), reason, measured = _decide(able, kernel, spec, runs_on)
+    path = "interpreter" if runs_on == "cpu" else "kernel"
     others = [candidate for _, candidate in pairs if candidate is not chosen]
     explanation = Explanation(
         shape=shape,
@@ -200,7 +201,7 @@ def choose(
         runs_on=runs_on,
         kernel=chosen.kernel,
         language=chosen.language,
-        path=_path(backend, runs_on),
+        path="torch" if backend.kernel == TORCH_TILED else path,
         reason=reason,
         measured=measured,
         candidates=(chosen, *sorted(others, key=_order)),
@@ -323,12 +324,6 @@ def _measured(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Measured 
     except HyperMlaError as error:  # no reason not to run the kernel
         log.warning("%s: tuning results cannot be read: %s", backend.kernel, error)
         return None
-
-
-def _path(backend: Backend, runs_on: str) -> str:
-    if backend.kernel == TORCH_TILED:
-        return "torch"
-    return "interpreter" if runs_on == "cpu" else "kernel"
 
 
 def _nothing_fits(kernel: str, wanted: Sequence[Backend], pairs: Sequence[Pair]) -> str:

@@ -38,12 +38,9 @@ without dividing by the layer's `k_scale`."""
 class Metadata:
     """What the layers of one forward pass share.
 
-    Attributes:
-        block_table: int32 `[b, max_pages]`.
-        lengths: int32 `[b]`, tokens of each request with its new ones.
-        max_q: query tokens of each request, or the most of any with `query_start_loc`.
-        query_start_loc: int32 `[b+1]`; None where each request has `max_q` query tokens.
-        tree_mask: bool `[b, max_q, max_q]`; None for chains.
+    The block table is int32 `[b, max_pages]`; lengths are int32 `[b]`, with the new tokens. Each
+    request has `max_q` query tokens, or with `query_start_loc`, int32 `[b+1]`, at most so many. A
+    tree mask is bool `[b, max_q, max_q]`; chains have none.
     """
 
     block_table: Tensor
