@@ -25,6 +25,8 @@ from mla_var3.errors import UnknownNameError
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOptions
 from mla_var3.runtime.paths import KernelId
 
+from .attention_support import registered
+
 
 class Counted(TorchTiled):
     """The PyTorch path under another id."""
@@ -169,20 +171,16 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
         noted.append(options)
         assert operands.cu_seqlens_q.dtype is torch.int32
 
-    registry.register(
-        LatentBackend("noted", "torch", attend, runs_on_cpu=True, sliding_window=True)
-    )
-    try:
-        q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
-        q, cache = q.bfloat16(), cache.bfloat16()
-        bounds = torch.tensor([0, 2, 3])
+    backend = LatentBackend("noted", "torch", attend, runs_on_cpu=True, sliding_window=True)
+    q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
+    q, cache = q.bfloat16(), cache.bfloat16()
+    bounds = torch.tensor([0, 2, 3])
+    with registered(backend):
         for max_q, window in ((2, 5), (100, 100), (2**31 - 1, 2**31 - 1), (None, None)):
             mla_latent_attention(
                 q, q, (cache, cache), cu_seqlens_q=bounds, max_q=max_q, sliding_window=window,
                 kernel="noted",
             )  # fmt: skip
-    finally:
-        registry.unregister("noted", "torch")
     found = [(one.max_q, one.sliding_window) for one in noted]
     assert found == [(2, 5), (100, 100), (3, 2**30 - 1), (3, None)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -306,13 +305,3 @@ def test_choose_tells_what_sharing_a_prefix_gains(capsys):
     out = capsys.readouterr().out
     assert "sharing the prefix" not in out
     assert "flash_mla_prefix:cute-dsl does not support requests that share no first tokens" in out
-
-
-@pytest.mark.usefixtures("only_cutile")
-def test_choose_prints_json(capsys):
-    argv = ["choose", "--b", "4", "--page_size", "64", "--window", "64", "--tree", "--json"]
-    assert main([*argv, "--for_device", "RTX 5090"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["kernel"] == "flash_mla_split_kv"
-    assert report["shape"]["tree"] is True and report["shape"]["b"] == 4
-    assert report["device"] == "NVIDIA GeForce RTX 5090"
