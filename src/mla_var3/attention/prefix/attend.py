@@ -332,7 +332,7 @@ class PrefixLaunch:
         self.workspace: Mapping[str, int] = {}
         self.constants: dict[str, Tensor] = {}
         self._steps: list[tuple[Any, Operands]] = []
-        self._attention: Launch | None = None
+        self._attention: Launch  # of the pass over own tokens
 
     def add(self, launch: Any, operands: Operands) -> None:
         """Add a step; one without a launch makes the call unrepeatable."""
@@ -350,7 +350,7 @@ class PrefixLaunch:
         return None if any(launch is None for launch, _ in self._steps) else self
 
     def stream(self) -> int | None:
-        return None if self._attention is None else self._attention.stream()
+        return self._attention.stream()
 
     def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[StreamLaunch, Any]:
         kept = {name: tensor.data_ptr() for name, tensor in self.constants.items()} | dict(fixed)
