@@ -271,6 +271,25 @@ def poison_window(window: Window) -> None:
             part.fill_(torch.nan)
 
 
+def paged(
+    tokens: Sequence[torch.Tensor], page: int, columns: int, order: torch.Tensor, unused: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[m, width]` on the pages of a pool, NaN elsewhere, and their block table.
+
+    The pages are taken in this order; `unused` stands where a request has none.
+    """
+    first = tokens[0]
+    shape = int(order.max()) + 2, page, first.shape[-1]
+    pool = torch.full(shape, torch.nan, dtype=first.dtype)
+    table, free = torch.full((len(tokens), columns), unused, dtype=torch.int32), iter(order)
+    for request, rows in enumerate(tokens):
+        for column in range(-(-len(rows) // page)):
+            part = rows[column * page : (column + 1) * page]
+            table[request, column] = at = next(free)
+            pool[at, : len(part)] = part
+    return pool, table
+
+
 def pool_in_8_bits(
     latent: torch.Tensor, rope: torch.Tensor, fmt: CacheFormat, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, QuantisedCache]:

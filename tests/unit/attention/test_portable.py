@@ -26,6 +26,7 @@ from .attention_support import (
     ancestors_by_walking,
     assert_close,
     latent_oracle,
+    paged,
     pool_in_8_bits,
     random_parents,
 )
@@ -66,17 +67,10 @@ class Call:
                 rows[request, : len(tokens)] = tokens
         else:
             each = -(-SLOTS // page)
-            rows = torch.full((b * each + 2, page, k + p), torch.nan, dtype=torch.bfloat16)
             order = torch.randperm(b * each, generator=generator) + 1
-            table = order.view(b, each).to(torch.int32)
-            for request, tokens in enumerate(self.tokens):
-                for position, token in enumerate(tokens):
-                    rows[table[request, position // page], position % page] = token
-                # What lies beyond a request's tokens is never looked up in the pool.
-                unused = -(-len(tokens) // page)
-                table[request, unused:] = torch.tensor([-7, 2**31 - 1]).repeat(each)[
-                    : each - unused
-                ]
+            # What lies beyond a request's tokens is never looked up in the pool.
+            rows, table = paged(self.tokens, page, each, order, 2**31 - 1)
+            table[:, 1::2][table[:, 1::2] == 2**31 - 1] = -7
         self.cache = CacheView(rows[..., :k], rows[..., k:], used, table)
         if cache_dtype is not None:
             self._store_in_8_bits(cache_format(cache_dtype))

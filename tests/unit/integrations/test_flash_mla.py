@@ -21,7 +21,7 @@ from mla_var3.op.compare import compare
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise
 from mla_var3.op.mla.window.quantise import E4M3
 
-from ..attention.attention_support import attended, pool_in_8_bits, visible_tokens
+from ..attention.attention_support import attended, paged, pool_in_8_bits, visible_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = 64
@@ -34,20 +34,16 @@ def make_case(
     """Shuffled pages; what lies beyond the tokens is NaN, what names it a wild page number."""
     generator = torch.Generator().manual_seed(len(lengths) * 100 + s * 10 + h)
     b, columns = len(lengths), max(1, -(-max(lengths) // PAGE)) + 1
-    table = torch.randperm(b * columns, generator=generator).view(b, columns).to(torch.int32)
-    cache = (torch.randn(b * columns, PAGE, h_k, width, generator=generator) / 10).clamp(-1, 1)
-    q = (torch.randn(b, s, h, width, generator=generator) / 10).clamp(-1, 1)
-    for request, length in enumerate(lengths):
-        used, rest = divmod(length, PAGE)
-        pages = table[request].tolist()
-        if rest:
-            cache[pages[used], rest:] = torch.nan
-            used += 1
-        cache[pages[used:]] = torch.nan
-        table[request, used:] = WILD
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 10).clamp(-1, 1).to(dtype)
+
+    order = torch.randperm(b * columns, generator=generator)
+    tokens = [normal(length, h_k * width) for length in lengths]
+    pool, table = paged(tokens, PAGE, columns, order, WILD)
     return {
-        "q": q.to(dtype),
-        "k_cache": cache.to(dtype),
+        "q": normal(b, s, h, width),
+        "k_cache": pool.unflatten(-1, (h_k, width)),
         "block_table": table,
         "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
     }
