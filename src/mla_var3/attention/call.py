@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_var3.attention.backends.latent import Attended, LatentBackend
-from mla_var3.attention.backends.registry import AUTO, require_kernel_name
-from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.attention.backends.latent import Attended
+from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.prefix.layout import Prefix, sharing
 from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
 from mla_var3.attention.replay.replay import keep_replay
-from mla_var3.attention.request.checks import debug_on, inference
+from mla_var3.attention.request.checks import debug_on
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.attention.request.validate import (
-    Cache,
-    Options,
-    check_values,
-    full_task,
-    latent_task,
-)
-from mla_var3.attention.select.choice import Explanation, backend_for, choose, spec_for
+from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
+from mla_var3.attention.select.choice import Explanation, choose, run, spec_for
 from mla_var3.attention.step import Step
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
@@ -244,21 +236,6 @@ def explain(
     runs_on = task.q.device.type
     spec = spec_for(runs_on) if device_name is None else device_spec(device_name)
     return choose(task.shape(), spec, kernel=kernel, runs_on=runs_on)[0]
-
-
-@inference
-def run(task: AttentionTask, kernel: str) -> Attended:
-    """Output, LSE and, where the kernel has one, the launch that repeats the call."""
-    if debug_on():
-        check_values(task)
-    require_kernel_name(kernel)
-    device = task.q.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        backend = backend_for(task.shape(), kernel, device)
-        if isinstance(backend, (LatentBackend, PrefixBackend)):
-            return backend.run_repeatable(task)
-        output, lse = backend.run(task)
-        return output, task.with_empty_sums(lse), None
 
 
 def execute(task: AttentionTask, kernel: str) -> Attended:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.call import run as run_call
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select.choice import run as run_call
 
 _CACHE_FIELDS = frozenset(field.name for field in fields(CacheView))
 _OPTIONS = (

@@ -9,8 +9,8 @@ import torch
 
 import mla_var3
 from mla_var3.attention import CacheView, CallShape, LatentCache, paged_view, tree_ancestors
-from mla_var3.attention.call import run
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select.choice import run
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError, UnsupportedError
 
 B, S, H, D, P, K, T = 2, 3, 2, 6, 4, 8, 70

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import call
 from mla_var3.attention.backends.latent import LatentBackend
+from mla_var3.attention.select import choice
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.op.mla.cache_formats import cache_format
@@ -29,7 +29,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[RepeatableKernel]:
     """Every call is served by a kernel that can be repeated."""
     with repeatable_kernel() as made:
         backend = LatentBackend(KERNEL, "torch", made, runs_on_cpu=True)
-        monkeypatch.setattr(call, "backend_for", lambda shape, kernel, device: backend)
+        monkeypatch.setattr(choice, "backend_for", lambda shape, kernel, device: backend)
         yield made
 
 

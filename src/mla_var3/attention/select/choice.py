@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from mla_var3.attention.backends.latent import Attended, LatentBackend
 from mla_var3.attention.backends.plans import (
     Measured,
     PlannedBackend,
@@ -23,9 +25,19 @@ from mla_var3.attention.backends.plans import (
     local_result,
     tuning_plan,
 )
-from mla_var3.attention.backends.registry import AUTO, Backend, backends, named
+from mla_var3.attention.backends.registry import (
+    AUTO,
+    Backend,
+    backends,
+    named,
+    require_kernel_name,
+)
 from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
+from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.attention.request.checks import debug_on, inference
 from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.request.validate import check_values
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import HyperMlaError, UnknownNameError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
@@ -207,6 +219,21 @@ def choose(
         candidates=(chosen, *sorted(others, key=_order)),
     )
     return explanation, backend
+
+
+@inference
+def run(task: AttentionTask, kernel: str) -> Attended:
+    """Output, LSE and, where the kernel has one, the launch that repeats the call."""
+    if debug_on():
+        check_values(task)
+    require_kernel_name(kernel)
+    device = task.q.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        backend = backend_for(task.shape(), kernel, device)
+        if isinstance(backend, (LatentBackend, PrefixBackend)):
+            return backend.run_repeatable(task)
+        output, lse = backend.run(task)
+        return output, task.with_empty_sums(lse), None
 
 
 @CALL_STATE.cached(4096)
