@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -132,19 +133,11 @@ def fitting(monkeypatch):
     import mla_var3.integrations.vllm.backend as module
 
     monkeypatch.setattr(module, "find_spec", lambda name: object())
-    return {
-        "head_size": 576,
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "auto",
-        "block_size": 64,
-        "use_mla": True,
-        "has_sink": False,
-        "use_sparse": False,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "attn_type": "decoder",
-        "device_capability": DeviceCapability(9, 0),
-    }
+    without = ("has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales")
+    return dict.fromkeys(without, False) | {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64,
+        "use_mla": True, "attn_type": "decoder", "device_capability": DeviceCapability(9, 0),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
@@ -170,8 +163,6 @@ def test_serves_deepseek_on_hopper(backend, fitting, kv_cache_dtype) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_refuses_with_the_reason(backend, fitting, change, reason) -> None:
-    import re
-
     from vllm.platforms.interface import DeviceCapability
 
     if "device_capability" in change:
@@ -254,26 +245,41 @@ def test_batch_invariance_is_served(backend, fitting) -> None:
     assert backend.validate_configuration(**fitting | {"use_batch_invariant": True}) == []
 
 
+def impl_of(backend, **attributes):
+    """A layer's implementation without the layer."""
+    impl = object.__new__(backend.get_impl_cls())
+    usual = {
+        "kv_lora_rank": 512, "scale": 0.1, "need_to_return_lse_for_decode": True,
+        "dcp_world_size": 1, "_batch_invariant": False, "_sharded": False, "_k_scale_cache": None,
+    }  # fmt: skip
+    for name, value in (usual | attributes).items():
+        setattr(impl, name, value)
+    return impl
+
+
+def one_request(queries: int, tokens: int):
+    """The metadata of one request with five tokens on this rank, in the second page."""
+
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    return SimpleNamespace(
+        decode=SimpleNamespace(
+            block_table=ints([1]), seq_lens=ints(5), dcp_tot_seq_lens=ints(tokens),
+            query_start_loc=ints(0, queries), max_query_len=queries, step=None,
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interleave) -> None:
     """Several queries see what the mask of the shards says; longer runs have no such mask."""
-    from types import SimpleNamespace
-
     import mla_var3.integrations.vllm.backend as module
 
-    parallel = SimpleNamespace(cp_kv_cache_interleave_size=interleave)
-    impl = object.__new__(backend.get_impl_cls())
-    impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
-    impl.dcp_world_size, impl.dcp_rank, impl._batch_invariant = 2, 1, False
-    impl._sharded, impl._k_scale_cache = module.interleaves_tokens(parallel), None
+    sharded = module.interleaves_tokens(SimpleNamespace(cp_kv_cache_interleave_size=interleave))
+    impl = impl_of(backend, dcp_world_size=2, dcp_rank=1, _sharded=sharded)
     queries, cache = torch.randn(3, 4, 576), torch.randn(2, 64, 576)
-    decode = SimpleNamespace(
-        block_table=torch.tensor([[1]], dtype=torch.int32),
-        seq_lens=torch.tensor([5], dtype=torch.int32),
-        dcp_tot_seq_lens=torch.tensor([10], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 3], dtype=torch.int32), max_query_len=3, step=None,
-    )  # fmt: skip
-    _, lse = impl.forward_mqa(queries, cache, SimpleNamespace(decode=decode), None)
+    _, lse = impl.forward_mqa(queries, cache, one_request(queries=3, tokens=10), None)
     # Queries are tokens 7, 8 and 9; of tokens 1, 3, 5, 7, 9 they see 4, 4 and 5.
     seen = (4, 4, 5) if interleave == 1 else (3, 4, 5)
     for query, count in enumerate(seen):
@@ -282,24 +288,15 @@ def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interl
 
 
 def test_a_cache_in_8_bits_has_the_scale_of_its_layer(backend) -> None:
-    from types import SimpleNamespace
-
-    impl = object.__new__(backend.get_impl_cls())
-    impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
-    impl.dcp_world_size, impl._batch_invariant, impl._sharded = 1, False, False
-    impl._k_scale_cache = None
+    impl = impl_of(backend)
     queries = torch.randn(1, 4, 576).bfloat16()
     cache = torch.randn(2, 64, 576).to(torch.float8_e4m3fn)
     layer = SimpleNamespace(_k_scale=torch.tensor(0.5))
-    decode = SimpleNamespace(
-        block_table=torch.tensor([[1]], dtype=torch.int32),
-        seq_lens=torch.tensor([5], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), max_query_len=1, step=None,
-    )  # fmt: skip
+    metadata = one_request(queries=1, tokens=5)
     for scale in (0.5, 2.0):  # as vLLM may set it later, in a new view of the cache
         layer._k_scale.fill_(scale)
         view = cache.view(torch.uint8).view(torch.float8_e4m3fn)
-        _, lse = impl.forward_mqa(queries, view, SimpleNamespace(decode=decode), layer)
+        _, lse = impl.forward_mqa(queries, view, metadata, layer)
         scores = queries[0].float() @ cache[1, :5].float().T * scale * 0.1
         torch.testing.assert_close(lse[0], scores.logsumexp(-1), atol=2e-2, rtol=2e-2)
         pages = impl._pages_of(view, layer)
@@ -311,8 +308,7 @@ def test_a_cache_that_vllm_gives_up_is_freed(backend) -> None:
     """vLLM drops the layers' caches at the end of an engine, whose model may live on."""
     from vllm.v1.worker.utils import clear_layer_kv_caches
 
-    impl = object.__new__(backend.get_impl_cls())
-    impl.kv_lora_rank, impl._k_scale_cache = 512, None
+    impl = impl_of(backend)
     layer = SimpleNamespace(kv_cache=torch.zeros(2, 64, 576), impl=impl)
     assert impl._pages_of(layer.kv_cache, layer).latent.shape == (2, 64, 512)
     cache = weakref.ref(layer.kv_cache)
@@ -377,8 +373,6 @@ def prefill(backend):
 def test_prefill_is_served_or_refused(
     prefill, monkeypatch, capability, widths, cute, reason
 ) -> None:
-    import re
-
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
     from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig

@@ -35,28 +35,29 @@ def draw_weights(loader, model, model_config) -> None:
     """
     import torch
 
-    def draw(name: str, shape) -> torch.Tensor:
+    def draw(name: str, p: torch.Tensor) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator(device=p.device).manual_seed(seed)
+        return torch.randn(p.shape, generator=generator, device=p.device)
 
+    layers = model_config.hf_text_config.num_hidden_layers
+    gains = {"q_b_proj": 2.5, "o_proj": 2 / layers**0.5, "down_proj": 1 / layers**0.5}
     for name, p in model.named_parameters():
         if not p.is_floating_point():
             continue
-        short = name.rsplit(".", 1)[0].split(".")[-1]
-        hidden = p.shape[-1]
+        short, hidden = name.rsplit(".", 1)[0].split(".")[-1], p.shape[-1]
         if p.dim() == 1:
-            value = torch.full(p.shape, 1.0 if "norm" in name else 0.0)
+            value = torch.full_like(p, 1.0 if "norm" in name else 0.0)
         elif short == "embed_tokens":
-            value = draw("embed", p.shape)
+            value = draw("embed", p)
         elif short in ("lm_head", "head"):
             order = torch.randperm(p.shape[0], generator=torch.Generator().manual_seed(7))
-            value = draw("embed", p.shape)[order] * 12 / hidden
-            value = value + draw("head", p.shape) * 1.5 / hidden**0.5
+            leaning = draw("embed", p)[order.to(p.device)] * 12 / hidden
+            value = leaning + draw("head", p) * 1.5 / hidden**0.5
         elif short == "eh_proj":
             rows = p.shape[0]
-            value = draw(name, p.shape) * 0.2 / rows**0.5
-            value[:, :rows] += torch.eye(rows)
+            value = draw(name, p) * 0.2 / rows**0.5
+            value[:, :rows] += torch.eye(rows, device=p.device)
         else:
-            gain = {"q_b_proj": 2.5, "o_proj": 1.4, "down_proj": 0.7}.get(short, 1.0)
-            value = draw(name, p.shape) * gain / hidden**0.5
+            value = draw(name, p) * gains.get(short, 1.0) / hidden**0.5
         p.data.copy_(value)

@@ -100,6 +100,11 @@ def _steps(rng: random.Random, case: Case, device: str, kernels: list[str]) -> I
             case "evict":
                 yield {"op": "evict", "requests": rng.sample(range(b), rng.randint(0, b))}
                 yield attention
+                own = random.Random(str(case))  # see `draw`
+                if own.random() < 0.5:
+                    into = own.sample(range(b), own.randint(0, b))
+                    yield {"op": "fork", "source": own.randrange(b), "into": into}
+                    yield attention
             case "attend":
                 yield _attention(rng, case, device, kernels)
 
@@ -127,6 +132,11 @@ def _attention(rng: random.Random, case: Case, device: str, kernels: list[str]) 
     if kernels and rng.random() < share:
         step.update(packed=False, counts=[most] * b, kernel=rng.choice(kernels))
         step["mask"] = rng.choice(["causal", "causal", "full"])
+    elif device == "cpu":  # on a GPU the PyTorch path needs the bound, and packed requests one too
+        own = random.Random(str(step))  # see `draw`
+        window = own.choice([None, None, 1, 3, 60])
+        step.update(sliding_window=window, batch_invariant=own.random() < 0.5)
+        step.update(wide=own.random() < 0.5, unbounded=own.random() < 0.5)
     return step
 
 
@@ -184,24 +194,19 @@ def _without_request(case: Case, request: int) -> Case:
     for step in found["steps"]:
         if "counts" in step:
             del step["counts"][request]
-        else:
-            kept = [each for each in step["requests"] if each != request]
-            step["requests"] = [each - (each > request) for each in kept]
+        for name in {"requests", "into"} & step.keys():
+            kept = [each for each in step[name] if each != request]
+            step[name] = [each - (each > request) for each in kept]
+        if "source" in step:
+            step["source"] -= step["source"] > request or step["source"] == found["b"]
     return found
 
 
 def _simpler_steps(step: Case) -> Iterator[Case]:
     for name in (
-        "packed",
-        "given",
-        "refill",
-        "per_request",
-        "scale",
-        "latent",
-        "strided",
-        "out",
-        "bound",
-    ):
+        "packed", "given", "refill", "per_request", "scale", "latent", "strided", "out", "bound",
+        "sliding_window", "batch_invariant", "wide", "unbounded",
+    ):  # fmt: skip
         if step.get(name):
             if name == "packed" and len(set(step["counts"])) > 1 and step["op"] == "attend":
                 continue

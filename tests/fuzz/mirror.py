@@ -66,6 +66,7 @@ class Mirror:
         self.b, self.h, self.d, self.k, self.p, self.kind = b, h, d, k, p, kind
         self.window, self.prefix, self.page_size = window, prefix, page_size
         self.cache_dtype, self.window_dtype = cache_dtype, window_dtype
+        self._forked = False
         self._generator = torch.Generator().manual_seed(seed)
         self.w_uk = self.normal(h, d, k, scale=(d * k) ** -0.25)
         self.w_uv = self.normal(h, k, d, scale=k**-0.5)
@@ -175,6 +176,15 @@ class Mirror:
             self.cache.evict(list(requests))
             self._after_change()
 
+    def fork(self, source: int, into: Sequence[int]) -> None:
+        """Let requests continue from the tokens of another one."""
+        for request in into:
+            self.tokens[request] = self.tokens[source]
+        if self.cache is not None:
+            self.cache.fork(source, into=list(into))
+            self._forked = True
+            self._after_change()
+
     def _after_change(self) -> None:
         assert self.cache is not None
         found = self.cache.lengths.tolist()
@@ -186,8 +196,10 @@ class Mirror:
         return -(-length // self.page_size)
 
     def _scarce(self) -> bool:
-        """Whether requests compete for pages, so that the order of service decides."""
+        """Whether requests share pages, or compete for them, so that the order decides."""
         assert self.cache is not None
+        if self._forked:
+            return True
         shared = self.prefix // self.page_size
         wanted = shared + self.b * (self.t // self.page_size - shared)
         return self.kind == "paged" and self.cache.buffer.shape[0] < wanted
@@ -269,6 +281,10 @@ class Mirror:
         strided: bool = False,
         out: bool = False,
         bound: bool = False,
+        sliding_window: int | None = None,
+        batch_invariant: bool = False,
+        wide: bool = False,
+        unbounded: bool = False,
         kernel: str = "auto",
     ) -> None:
         """One call, compared with float64.
@@ -283,6 +299,10 @@ class Mirror:
             strided: queries whose elements do not lie side by side.
             out: give the output tensor.
             bound: give `max_kv`.
+            sliding_window: as for the call.
+            batch_invariant: likewise.
+            wide: bounds of packed queries in 64 bits.
+            unbounded: give no `max_q`, where no tree asks for it.
             kernel: as for the call.
         """
         total, most, step = sum(counts), max([1, *counts]), 2 if strided else 1
@@ -292,15 +312,16 @@ class Mirror:
         )
         q, q_rope = q[..., ::step], self.normal(total, self.h, self.p * step)[..., ::step]
         cache, options = self.operand()
-        options.update(causal=mask != "full", kernel=kernel)
-        if scale is not None:
-            options["scale"] = scale
+        options.update(causal=mask != "full", kernel=kernel, batch_invariant=batch_invariant)
+        options.update(scale=scale, sliding_window=sliding_window)
         trees = self._trees(most, mask, per_request, options)
         bounds = [0, *itertools.accumulate(counts)]
         shape: tuple[int, ...] = (total, self.h)
         if packed:
-            options["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device=self.device)
-            options["max_q"] = most
+            index = torch.int64 if wide else torch.int32
+            options["cu_seqlens_q"] = torch.tensor(bounds, dtype=index, device=self.device)
+            if trees is not None or not unbounded:
+                options["max_q"] = most
         else:
             shape = (self.b, most, self.h)
             q, q_rope = q.unflatten(0, (self.b, most)), q_rope.unflatten(0, (self.b, most))
@@ -323,7 +344,8 @@ class Mirror:
         for request, (first, last) in enumerate(itertools.pairwise(bounds)):
             own = [x[first:last] for x in queries]
             tree = None if trees is None else trees[request][: last - first, : last - first]
-            expected = self.exact(request, *own, mask != "full", scale, tree, latent)
+            masks = mask != "full", tree, sliding_window
+            expected = self.exact(request, *own, scale, latent, *masks)
             self.compare(request, [x[first:last] for x in flat], expected)
 
     def _trees(
@@ -343,10 +365,11 @@ class Mirror:
         request: int,
         q: Tensor,
         q_rope: Tensor,
-        causal: bool,
         scale: float | None,
-        tree: Tensor | None,
         latent: bool,
+        causal: bool,
+        tree: Tensor | None,
+        sliding_window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One request in float64: output `[s, h, ...]`, log-sum-exp and noise `[s, h]`.
 
@@ -367,6 +390,8 @@ class Mirror:
         position = torch.arange(m - s, m, device=self.device)[:, None]
         token = torch.arange(m, device=self.device)
         hidden = (token > position) if causal else torch.zeros(s, m, device=self.device).bool()
+        if sliding_window is not None:
+            hidden = hidden | (token <= position - sliding_window)
         if tree is not None and s:
             draft = token - (m - s)
             seen = tree.to(self.device)[:, draft.clamp(min=0)]

@@ -23,6 +23,7 @@ from ..unit.attention.attention_support import (
     random_parents,
 )
 from .gpu_support import replayed_steps
+from .test_gpu_repeated_calls import same
 
 pytestmark = pytest.mark.gpu
 
@@ -134,8 +135,7 @@ def test_trees_and_packed_queries(
     for options in (call, {name: value for name, value in call.items() if name != "tree_mask"}):
         found = mla_var3.mla_latent_attention(*q, cache, kernel=kernel, **options)
         wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **options)
-        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
-        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+        same(found, wanted)
 
 
 @pytest.mark.parametrize("page_size", [None, 64])
@@ -158,8 +158,7 @@ def test_masks_where_two_cta_groups_share_every_request(
     for options in ({}, {"tree_mask": tree}, {"sliding_window": 400}, {"causal": False}):
         found = mla_var3.mla_latent_attention(*q, cache, kernel="flash_mla:cute-dsl", **options)
         wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **options)
-        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
-        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+        same(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -180,8 +179,7 @@ def test_options_of_cutile_on_an_eight_bit_cache(
     for options in ({}, {"tree_mask": tree}, {"sliding_window": 70}, {"causal": False}):
         found = mla_var3.mla_latent_attention(*q, cache, kernel=kernel, **call, **options)
         wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **call, **options)
-        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
-        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+        same(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,9 @@ def test_rows_of_no_request_are_left_untouched(h, counts, lengths) -> None:
     batch = Batch(counts, lengths, padding=5, h=h).on_gpu()
     out = torch.full((sum(counts) + 5, h, K), 7.0, dtype=torch.bfloat16, device="cuda")
     output, lse = batch.attend(out=out, return_lse=True)
-    expected, expected_lse = batch.expected()
     assert output is out
     assert bool((out[-5:] == 7.0).all())
-    torch.testing.assert_close(out[:-5].cpu().double(), expected, **TOLERANCE)
-    torch.testing.assert_close(lse[:-5].cpu().double(), expected_lse, **TOLERANCE)
+    batch.require(out[:-5], lse[:-5], **TOLERANCE)
 
 
 @pytest.mark.parametrize("h", [2, 8, 12, 16, 64, 128])
@@ -47,8 +45,7 @@ def test_head_major_queries(h, starts, count) -> None:
     """Read where they lie for most head counts, and copied for others."""
     batch = Batch([count] * 3, [65, 70, 300], h=h).on_gpu()
     given = {} if starts else {"query_start_loc": None}
-    output, _ = batch.attend(q_latent=batch.head_major(), **given)
-    torch.testing.assert_close(output.cpu().double(), batch.expected()[0], **TOLERANCE)
+    batch.require(batch.attend(q_latent=batch.head_major(), **given)[0], **TOLERANCE)
 
 
 def test_head_major_queries_are_not_copied() -> None:
@@ -77,10 +74,7 @@ def test_shards_merge_to_the_whole(h, shards) -> None:
             total_lengths=batch.lengths, shards=shards, shard=shard, return_lse=True
         )
         partials.append((output.float(), lse))
-    output, lse = merge_partials(partials)
-    expected, expected_lse = batch.expected()
-    torch.testing.assert_close(output.cpu().double(), expected, **TOLERANCE)
-    torch.testing.assert_close(lse.cpu().double(), expected_lse, **TOLERANCE)
+    batch.require(*merge_partials(partials), **TOLERANCE)
 
 
 @pytest.mark.parametrize("h", [8, 16, 128])
@@ -91,7 +85,7 @@ def test_batch_invariant_results_are_those_of_the_request_alone(h, others) -> No
     lengths = [5000, 1, 66, 700, 9000, 64] + [20 + i * 37 % 300 for i in range(others)]
     batch = Batch(counts, lengths, h=h).on_gpu()
     output, lse = batch.attend(batch_invariant=True, return_lse=True)
-    torch.testing.assert_close(output.cpu().double(), batch.expected()[0], **TOLERANCE)
+    batch.require(output, **TOLERANCE)
     for request in range(6):
         own = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
         alone, alone_lse = batch.only(request).attend(batch_invariant=True, return_lse=True)
@@ -112,9 +106,7 @@ def test_packed_requests_of_which_some_are_split(h, requests, most) -> None:
     assert sms != DEFAULT_SM_COUNT or sum(map(len, taken or [])) > sum(items)
     batch = Batch(counts, lengths, h=h).on_gpu()
     output, lse = batch.attend(out=torch.full_like(batch.q[..., :K], torch.nan), return_lse=True)
-    expected, expected_lse = batch.expected()
-    torch.testing.assert_close(output.cpu().double(), expected, **TOLERANCE)
-    torch.testing.assert_close(lse.cpu().double(), expected_lse, **TOLERANCE)
+    batch.require(output, lse, **TOLERANCE)
 
 
 def test_wrong_values_on_the_device_stay_inside_the_buffers() -> None:
@@ -169,7 +161,7 @@ def test_captured_calls_share_their_workspace() -> None:
     assert torch.cuda.memory_reserved() - before < 100 * 2**20
     out.zero_()
     graph.replay()
-    torch.testing.assert_close(out.cpu().double(), batch.expected()[0], **TOLERANCE)
+    batch.require(out, **TOLERANCE)
 
 
 def test_a_graph_replays_ragged_verify_batches() -> None:
@@ -192,7 +184,7 @@ def test_a_graph_replays_ragged_verify_batches() -> None:
     batch.lengths.copy_(lengths)
     graph.replay()
     batch.starts = starts
-    torch.testing.assert_close(out.cpu().double(), batch.expected()[0], **TOLERANCE)
+    batch.require(out, **TOLERANCE)
 
 
 def layer_of(seed: int, counts: list[int], lengths: list[int], h: int, eight_bits: bool) -> Batch:
@@ -235,8 +227,7 @@ def test_layers_of_a_step_share_their_ranges(counts, lengths, h, eight_bits) -> 
             layer = layer_of(seed, counts, tokens, h, eight_bits)
             require_same_alone(step, layer)
             if seed == 1 and not eight_bits:
-                output, _ = layer.attend(step=step)
-                torch.testing.assert_close(output.cpu().double(), layer.expected()[0], **TOLERANCE)
+                layer.require(layer.attend(step=step)[0], **TOLERANCE)
             if seed == 1:  # a layer of other heads
                 require_same_alone(step, layer_of(9, counts, tokens, 2 * h, eight_bits))
 

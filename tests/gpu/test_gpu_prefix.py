@@ -31,6 +31,7 @@ from ..unit.attention.attention_support import (
 )
 from ..unit.attention.prefix.prefix_support import PAGE, Batch, make_batch
 from .gpu_support import captured
+from .test_gpu_repeated_calls import same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -125,8 +126,7 @@ def test_one_prefix_of_many_rows(ordered: bool, generator: torch.Generator) -> N
     q = queries(generator, b, s, h)
     found = attended(batch, q, groups)
     wanted = mla_var3.mla_latent_attention(*q, batch.cache, kernel="flash_mla:cute-dsl")
-    torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+    same(found, wanted)
     again = attended(batch, q, prefix_layout(groups, q[0], batch.cache))
     assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
 

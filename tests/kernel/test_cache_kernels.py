@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention.cache import kernels as launches
+from mla_var3.attention.cache import index as launches
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.tokens import NewTokens
 from mla_var3.errors import KernelCompileError

@@ -6,36 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mla_var3.attention.cache.latent_cache import LatentCache
-    from mla_var3.attention.cache.view import CacheView, paged_view
-    from mla_var3.attention.call import explain, mla_attention, mla_latent_attention
-    from mla_var3.attention.prefix.decompressed import decompress_prefixes
-    from mla_var3.attention.prefix.find import find_shared_prefixes
-    from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixGroups
-    from mla_var3.attention.prefix.layout import PrefixLayout, prefix_layout
-    from mla_var3.attention.request.masks import tree_ancestors
-    from mla_var3.attention.request.shape import CallShape
-    from mla_var3.attention.select.choice import Explanation
-    from mla_var3.attention.step import Step
-
-__all__ = [
-    "CacheView",
-    "CallShape",
-    "DecompressedPrefixes",
-    "Explanation",
-    "LatentCache",
-    "PrefixGroups",
-    "PrefixLayout",
-    "Step",
-    "decompress_prefixes",
-    "explain",
-    "find_shared_prefixes",
-    "mla_attention",
-    "mla_latent_attention",
-    "paged_view",
-    "prefix_layout",
-    "tree_ancestors",
-]
+    from mla_var3.attention.cache.latent_cache import LatentCache as LatentCache
+    from mla_var3.attention.cache.view import CacheView as CacheView
+    from mla_var3.attention.cache.view import paged_view as paged_view
+    from mla_var3.attention.call import explain as explain
+    from mla_var3.attention.call import mla_attention as mla_attention
+    from mla_var3.attention.call import mla_latent_attention as mla_latent_attention
+    from mla_var3.attention.prefix.decompressed import decompress_prefixes as decompress_prefixes
+    from mla_var3.attention.prefix.find import find_shared_prefixes as find_shared_prefixes
+    from mla_var3.attention.prefix.groups import DecompressedPrefixes as DecompressedPrefixes
+    from mla_var3.attention.prefix.groups import PrefixGroups as PrefixGroups
+    from mla_var3.attention.prefix.layout import PrefixLayout as PrefixLayout
+    from mla_var3.attention.prefix.layout import prefix_layout as prefix_layout
+    from mla_var3.attention.request.masks import tree_ancestors as tree_ancestors
+    from mla_var3.attention.request.shape import CallShape as CallShape
+    from mla_var3.attention.select.choice import Explanation as Explanation
+    from mla_var3.attention.step import Step as Step
 
 _HOMES = {
     "CacheView": "cache.view",
@@ -55,6 +41,7 @@ _HOMES = {
     "prefix_layout": "prefix.layout",
     "tree_ancestors": "request.masks",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

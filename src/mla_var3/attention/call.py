@@ -7,11 +7,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import Attended
 from mla_var3.attention.backends.registry import AUTO
-from mla_var3.attention.execute import execute as run
-from mla_var3.attention.execute import spec_for
 from mla_var3.attention.prefix.layout import Prefix, sharing
 from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
 from mla_var3.attention.replay.replay import keep_replay
@@ -19,7 +18,7 @@ from mla_var3.attention.request.checks import debug_on
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
-from mla_var3.attention.select.choice import Explanation, choose
+from mla_var3.attention.select.choice import Explanation, choose, run, spec_for
 from mla_var3.attention.step import Step
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
@@ -37,29 +36,29 @@ _SIZE_NAMES = tuple(field.name for field in fields(CallShape))
 
 
 def mla_attention(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: Cache,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
     *,
-    lengths: torch.Tensor | Sequence[int] | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
     causal: bool = True,
     scale: float | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = AUTO,
-    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     max_q: int | None = None,
-    tree_mask: torch.Tensor | None = None,
+    tree_mask: Tensor | None = None,
     max_kv: int | None = None,
-    total_lengths: torch.Tensor | Sequence[int] | None = None,
+    total_lengths: Tensor | Sequence[int] | None = None,
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
     sliding_window: int | None = None,
     prefix: Prefix | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
 
     The queries are the newest tokens: query i of a request of length L with s queries has position
@@ -148,8 +147,8 @@ def mla_attention(
 
 
 def mla_latent_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
     cache: Cache,
     *,
     d: int = HEAD_WIDTH,
@@ -157,7 +156,7 @@ def mla_latent_attention(
     prefix: Prefix | None = None,
     step: Step | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The latent attention alone, for engines that do the projections themselves.
 
     Args:
@@ -240,11 +239,7 @@ def explain(
 
 
 def execute(task: AttentionTask, kernel: str) -> Attended:
-    """Compute a checked call; inside of a traced program, by its operator.
-
-    Returns:
-        Output, LSE and, where the kernel has one, the launch that repeats the call.
-    """
+    """Compute a checked call as `run`; inside of a traced program, by its operator."""
     if not _is_compiling():
         return run(task, kernel)
     if task.prefix is not None:
@@ -258,7 +253,7 @@ def execute(task: AttentionTask, kernel: str) -> Attended:
 
 def _execute_and_keep(
     task: AttentionTask, kernel: str, key: CallKey | None, cache: Cache, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute a checked call, and keep its launch for the next calls of its key."""
     output, lse, launch = execute(task, kernel)
     keep_replay(key, task, launch, cache, options)
@@ -266,16 +261,18 @@ def _execute_and_keep(
 
 
 def _options(given: dict[str, Any]) -> Options:
-    for name in given:
-        if name not in _OPTION_NAMES:
-            raise UnknownNameError("option", name, _OPTION_NAMES)
+    _require_names("option", given, _OPTION_NAMES)
     return Options(**given)
 
 
+def _require_names(kind: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise UnknownNameError(kind, name, known)
+
+
 def _shape_of(sizes: dict[str, Any]) -> CallShape:
-    for name in sizes:
-        if name not in _SIZE_NAMES:
-            raise UnknownNameError("size", name, _SIZE_NAMES)
+    _require_names("size", sizes, _SIZE_NAMES)
     if "shared" not in sizes and "prefix" in sizes:
         sizes = {**sizes, "shared": sizes["prefix"]}
     for name in ("b", "s", "t", "h"):

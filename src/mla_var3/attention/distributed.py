@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mla_var3.attention.call import mla_attention
 from mla_var3.attention.merge import joint_lse, weight_of
@@ -28,13 +29,7 @@ Group = dist.ProcessGroup | None
 
 
 def head_range(h: int, rank: int, world: int) -> slice:
-    """The heads of a rank: consecutive; the first ranks have one more where h does not divide.
-
-    Args:
-        h: heads of the model.
-        rank: number of the rank in its group.
-        world: ranks in the group.
-    """
+    """The heads of a rank: consecutive; the first ranks have one more where h does not divide."""
     require_int("h", h, minimum=1)
     require_int("world", world, minimum=1, maximum=h, maximum_name="h")
     require_int("rank", rank, minimum=0, maximum=world - 1, maximum_name="world-1")
@@ -43,34 +38,24 @@ def head_range(h: int, rank: int, world: int) -> slice:
     return slice(first, first + base + (rank < more))
 
 
-def gather_heads(o: torch.Tensor, h: int, group: Group = None) -> torch.Tensor:
-    """The outputs of all heads, on every rank.
+def gather_heads(o: Tensor, h: int, group: Group = None) -> Tensor:
+    """The outputs of all h heads, `[..., h, d]`, on every rank of a group.
 
-    Args:
-        o: output of this rank's heads, `[..., h_rank, d]`.
-        h: heads of the model.
-        group: the ranks that share them.
-
-    Returns:
-        `[..., h, d]`.
+    This rank's, `o`, are `[..., h_rank, d]`.
     """
     rank, world = _place(group)
     ranges = [head_range(h, index, world) for index in range(world)]
     own = ranges[rank]
     if o.dim() < 2 or o.shape[-2] != own.stop - own.start:
-        raise InvalidArgumentError(
-            "o", f"[..., {own.stop - own.start} heads of rank {rank}, d]", list(o.shape)
-        )
+        expected = f"[..., {own.stop - own.start} heads of rank {rank}, d]"
+        raise InvalidArgumentError("o", expected, list(o.shape))
     # Collectives need equal sizes: ranks with fewer heads add a row of zeros.
-    most = ranges[0].stop - ranges[0].start
-    padded = o.new_zeros((*o.shape[:-2], most, o.shape[-1]))
+    padded = o.new_zeros((*o.shape[:-2], ranges[0].stop, o.shape[-1]))
     padded[..., : o.shape[-2], :] = o
     parts = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(parts, padded, group=group)
-    kept = [
-        part[..., : heads.stop - heads.start, :] for part, heads in zip(parts, ranges, strict=True)
-    ]
-    return torch.cat(kept, dim=-2)
+    pairs = zip(parts, ranges, strict=True)
+    return torch.cat([part[..., : own.stop - own.start, :] for part, own in pairs], dim=-2)
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,6 @@ class KvShare:
     size: int
 
     def __post_init__(self) -> None:
-        """Check every field."""
         require_int("world", self.world, minimum=1)
         require_int("rank", self.rank, minimum=0, maximum=self.world - 1, maximum_name="world-1")
         require_int("size", self.size, minimum=1)
@@ -100,40 +84,32 @@ class KvShare:
 
     @property
     def start(self) -> int:
-        """First position of the range."""
         return self.rank * self.size
 
-    def lengths(self, total_lengths: torch.Tensor) -> torch.Tensor:
+    def lengths(self, total_lengths: Tensor) -> Tensor:
         """Tokens of each request that this rank has, int32 `[b]`."""
         return (total_lengths - self.start).clamp(0, self.size).to(torch.int32)
 
 
 def kv_parallel_attention(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: Cache,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
     *,
-    total_lengths: torch.Tensor,
+    total_lengths: Tensor,
     share: KvShare,
     group: Group = None,
     return_lse: bool = False,
     **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`mla_attention` over KV tokens that are on several ranks; every rank gets the result.
 
-    Args:
-        q_nope: `[b, s, h, d]`, the same on all ranks.
-        q_rope: `[b, s, h, p]`, likewise.
-        cache: this rank's range, its first slot being position `share.start`.
-        w_uk: `[h, d, k]`.
-        w_uv: `[h, k, v]`.
-        total_lengths: tokens of each request over all ranks, int32 `[b]`.
-        share: which range this rank has.
-        group: the ranks.
-        return_lse: also return the LSE.
-        options: other options of `mla_attention`, except `lengths`, `out`, `shards` and `shard`.
+    Queries and weights are the same on all ranks. `cache` is this rank's range, `share`, of every
+    request's tokens, its first slot being position `share.start`; `total_lengths` are the tokens
+    over all ranks of the group, int32 `[b]`. Options are those of `mla_attention`, except
+    `lengths`, `out`, `shards` and `shard`.
     """
     require_tensor("total_lengths", total_lengths, [("b", None)], INDEX_DTYPES, q_nope.device)
     for name in ("lengths", "out", "shards", "shard"):
@@ -159,18 +135,11 @@ def kv_parallel_attention(
     return (output, lse) if return_lse else output
 
 
-def merge_over_ranks(
-    o: torch.Tensor, lse: torch.Tensor, group: Group = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_over_ranks(o: Tensor, lse: Tensor, group: Group = None) -> tuple[Tensor, Tensor]:
     """Merge attention over KV tokens that are on different ranks.
 
-    Args:
-        o: normalised output over this rank's tokens, `[..., e]`.
-        lse: its LSE, `[...]`, float32.
-        group: the ranks.
-
-    Returns:
-        Output in the dtype of `o` and LSE over the tokens of all ranks.
+    This rank's is a normalised output `[..., e]` with its LSE `[...]`, float32; the result has the
+    dtype of `o`.
     """
     _, world = _place(group)
     lse = lse.contiguous()
@@ -185,7 +154,6 @@ def merge_over_ranks(
 
 def _place(group: Group) -> tuple[int, int]:
     if not dist.is_available() or not dist.is_initialized():
-        raise UnsupportedError(
-            "group: expected an initialised torch.distributed process group, got none"
-        )
+        expected = "an initialised torch.distributed process group"
+        raise UnsupportedError(f"group: expected {expected}, got none")
     return dist.get_rank(group), dist.get_world_size(group)

@@ -5,30 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 
 
-def joint_lse(lses: torch.Tensor) -> torch.Tensor:
+def joint_lse(lses: Tensor) -> Tensor:
     """LSE over the first dimension; -inf where no partial has a key."""
     return torch.logsumexp(lses, dim=0)
 
 
-def weight_of(lse: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
+def weight_of(lse: Tensor, joint: Tensor) -> Tensor:
     """The weight of a partial in the merged result; 0 where it has no key."""
     return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - joint))
 
 
-def merge_partials(
-    partials: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One attention out of several over disjoint KV tokens.
+def merge_partials(partials: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One attention, in float32, out of several over disjoint KV tokens.
 
-    Args:
-        partials: normalised output `[..., e]` and LSE `[...]` of each, one or more.
-
-    Returns:
-        Output and LSE over all tokens, float32.
+    Each is a normalised output `[..., e]` with its LSE `[...]`; there is at least one.
     """
     if not partials:
         raise InvalidArgumentError("partials", "one or more outputs with their LSE", "none")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.execute import execute
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select.choice import run as run_call
 
 _CACHE_FIELDS = frozenset(field.name for field in fields(CacheView))
 _OPTIONS = (
@@ -55,7 +55,7 @@ def _operator(name: str, schema: str) -> Any:
         cache = {key: given.pop(key) for key in names if key in _CACHE_FIELDS}
         weights = {"w_uk": None, "w_uv": None}
         task = AttentionTask(**{**weights, **given, "cache": CacheView(**cache)})  # type: ignore[arg-type]
-        output, lse, _ = execute(task, str(kernel))
+        output, lse, _ = run_call(task, str(kernel))
         return output.contiguous(), lse.contiguous()
 
     def fake(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -83,10 +83,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
     """Call the operator of a checked call."""
     latent = task.w_uk is None
     operator, schema = (latent_attention_op, _LATENT) if latent else (mla_attention_op, _WHOLE)
-    arguments = [
-        getattr(task.cache if name in _CACHE_FIELDS else task, name)
-        for name in _names(schema)
-        if name != "kernel"
-    ]
-    output, lse = operator(*arguments, kernel)
+    *names, _ = _names(schema)
+    given = (getattr(task.cache if name in _CACHE_FIELDS else task, name) for name in names)
+    output, lse = operator(*given, kernel)
     return output, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
@@ -12,7 +13,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import SCHEDULE_SIZE
 if TYPE_CHECKING:
     from mla_var3.attention.replay.key import CallKey
 
-_MEMORY = torch.Tensor, torch.nn.Parameter
+_MEMORY = Tensor, torch.nn.Parameter
 
 
 class Step:
@@ -28,13 +29,8 @@ class Step:
     graph, which may be replayed with other lengths.
     """
 
-    def __init__(self, device: torch.device | str, memory: torch.Tensor | None = None) -> None:
-        """Begin a pass.
-
-        Args:
-            device: where its calls run.
-            memory: that of the pass before; allocated where there is none.
-        """
+    def __init__(self, device: torch.device | str, memory: Tensor | None = None) -> None:
+        """Begin a pass on a device, with the memory of the pass before, if there was one."""
         if memory is None:
             memory = torch.zeros(SCHEDULE_SIZE, dtype=torch.int32, device=device)
         self._memory = memory
@@ -60,7 +56,7 @@ class Step:
         if type(q) not in _MEMORY or type(latent) not in _MEMORY:
             return key
         # With a block table the slots of a request follow from it, else from the cache.
-        table = index[0].shape if index and isinstance(index[0], torch.Tensor) else None
+        table = index[0].shape if index and isinstance(index[0], Tensor) else None
         self._asked = asked = values, q.shape, latent.shape, table
         cache = latent.data_ptr()
         if self._first is None:
@@ -69,11 +65,7 @@ class Step:
         return (*values, "schedule", scheduled), (*tensors, self._memory)
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """What the call that has joined adds to its task; nothing for one that takes no part.
-
-        Args:
-            device: that of the call.
-        """
+        """What the call that has joined adds to its task; nothing for one that takes no part."""
         if self._asked is None:
             return {}
         if self._memory.device != device:
@@ -81,5 +73,4 @@ class Step:
         return {"schedule": self._memory, "scheduled": self._scheduled}
 
     def done(self) -> None:
-        """The call has been made."""
         self._found = self._asked

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.cache.sizes import PAGE_STEP
@@ -60,11 +61,8 @@ _FP8_POINTERS = (*_POINTERS, "scales")
 class FlashMLASchedMeta:
     """What calls that share a schedule have in common; the first call fills it in.
 
-    The kernels here schedule themselves, so only the sizes of the calls are kept, to refuse one
-    that differs as FlashMLA does.
-
-    Attributes:
-        config: sizes and options of the calls; None before the first.
+    The kernels here schedule themselves, so only the sizes and options of the calls are kept, to
+    refuse one that differs as FlashMLA does.
     """
 
     config: dict[str, object] | None = None
@@ -75,19 +73,15 @@ class FlashMLASchedMeta:
             return
         for name, value in config.items():
             if self.config[name] != value:
-                raise InvalidArgumentError(
-                    f"tile_scheduler_metadata ({name})",
-                    f"{self.config[name]}, as in the first call with it",
-                    value,
-                )
+                expected = f"{self.config[name]}, as in the first call with it"
+                raise InvalidArgumentError(f"tile_scheduler_metadata ({name})", expected, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedReplay(Replay):
     """A call with one KV head, whose LSE `[b, h, s]` is `[b, s, h]` in memory.
 
-    Attributes:
-        config: what the metadata of such calls holds.
+    `config` is what the metadata of such calls holds.
     """
 
     config: dict[str, object]
@@ -95,7 +89,7 @@ class PagedReplay(Replay):
     def serves(self, metadata: object) -> bool:
         """Whether metadata is for these calls; empty metadata becomes so."""
         if type(metadata) is not FlashMLASchedMeta:
-            return isinstance(metadata, torch.Tensor)
+            return isinstance(metadata, Tensor)
         if metadata.config is not self.config:
             if metadata.config is not None and metadata.config != self.config:
                 return False
@@ -104,11 +98,7 @@ class PagedReplay(Replay):
 
 
 def _pointer_reader(rope_at: int) -> PointerReader:
-    """What reads the pointers of `_POINTERS` from the tensors of a call in 16 bits.
-
-    Args:
-        rope_at: bytes from a row's start to its rope part.
-    """
+    """What reads the pointers of `_POINTERS`; rope parts lie `rope_at` bytes behind row starts."""
 
     def read(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
         q, pages, block_table, lengths = tensors
@@ -121,16 +111,12 @@ def _pointer_reader(rope_at: int) -> PointerReader:
     return read
 
 
-def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) -> PointerReader:
+def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: Tensor) -> PointerReader:
     """What reads the pointers of `_FP8_POINTERS` from the tensors of a call on an fp8 cache.
 
-    The scales are in the pages, or a fifth tensor, or those of the first call where the cache has
-    none. Nothing of the first call's cache is kept alive.
-
-    Args:
-        view: The cache of the first call.
-        q_rope_at: bytes from a query row's start to its rope part.
-        pages: `k_cache` of the first call.
+    The scales are in the pages, or a fifth tensor, or those of the first call, with this view of
+    these pages, where the cache has none. Nothing of the first call's cache is kept alive. The rope
+    part of a query row is `q_rope_at` bytes behind its start.
     """
     assert view.scales is not None
     rope_at = view.rope.data_ptr() - pages.data_ptr()
@@ -151,47 +137,42 @@ def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) ->
 
 
 def get_mla_metadata(
-    cache_seqlens: torch.Tensor | None = None, *arguments: object, **options: object
-) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
+    cache_seqlens: Tensor | None = None, *arguments: object, **options: object
+) -> tuple[FlashMLASchedMeta, None] | tuple[Tensor, Tensor]:
     """The metadata that `flash_mla_with_kvcache` takes.
 
-    Args:
-        cache_seqlens: lengths, which callers of the older interface pass.
-        arguments: not used; older callers pass numbers of heads.
-        options: likewise.
-
-    Returns:
-        Empty metadata, and None in the place of the number of splits. With lengths two tensors, as
-        older callers copy them into buffers of their own; nothing reads them.
+    Empty metadata, and None in the place of the number of splits. Callers of the older interface
+    pass lengths, and numbers of heads, which are not used; they get two tensors, which they copy
+    into buffers of their own and nothing reads.
     """
-    if not isinstance(cache_seqlens, torch.Tensor):
+    if not isinstance(cache_seqlens, Tensor):
         return FlashMLASchedMeta(), None
     metadata = cache_seqlens.new_zeros((1, OLDER_METADATA), dtype=torch.int32)
     return metadata, cache_seqlens.new_zeros((cache_seqlens.shape[0] + 1,), dtype=torch.int32)
 
 
 def flash_mla_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
-    num_splits: torch.Tensor | None = None,
+    tile_scheduler_metadata: FlashMLASchedMeta | Tensor,
+    num_splits: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: torch.Tensor | None = None,
-    extra_indices_in_kvcache: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
     enable_batch_invariant: bool = False,
-    descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens over a paged latent cache.
 
     Args:
@@ -225,7 +206,7 @@ def flash_mla_with_kvcache(
     key: CallKey | None = None
     # What is not served has no key; most calls give none of it.
     if (
-        (num_splits is None or isinstance(tile_scheduler_metadata, torch.Tensor))
+        (num_splits is None or isinstance(tile_scheduler_metadata, Tensor))
         and descale_q is None
         and out is None
         and not enable_batch_invariant
@@ -247,7 +228,7 @@ def flash_mla_with_kvcache(
         )  # fmt: skip
         replay = find_replay(key)
         if replay is not None and replay.serves(tile_scheduler_metadata):
-            repeated: tuple[torch.Tensor, torch.Tensor] | None = replay.attend(key[1])
+            repeated: tuple[Tensor, Tensor] | None = replay.attend(key[1])
             if repeated is not None:
                 return repeated
     sparse = {
@@ -261,14 +242,12 @@ def flash_mla_with_kvcache(
     for name, value in sparse.items():
         if value is not None:
             raise UnsupportedError(f"{name}: expected None (dense attention), got sparse attention")
-    if isinstance(tile_scheduler_metadata, torch.Tensor):
+    if isinstance(tile_scheduler_metadata, Tensor):
         tile_scheduler_metadata = FlashMLASchedMeta()  # schedules have no sizes to compare
     elif not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        raise InvalidArgumentError(
-            "tile_scheduler_metadata",
-            "the first value of get_mla_metadata",
-            type(tile_scheduler_metadata).__name__,
-        )
+        got = type(tile_scheduler_metadata).__name__
+        expected = "the first value of get_mla_metadata"
+        raise InvalidArgumentError("tile_scheduler_metadata", expected, got)
     elif num_splits is not None:
         raise InvalidArgumentError("num_splits", "None", type(num_splits).__name__)
     labels = [("b", None), ("s", None), ("h", None), ("k+p", None)]
@@ -303,15 +282,9 @@ def flash_mla_with_kvcache(
         raise InvalidArgumentError("out", f"None with h_k={kv_heads}", "a tensor")
     if fmt is not None and fmt.by_page and kv_heads > 1:
         raise InvalidArgumentError("k_cache", f"h_k of 1 ({fmt.name})", kv_heads)
-    config: dict[str, object] = {
-        "b": b,
-        "s": q.shape[1],
-        "h": h,
-        "page": page_size,
-        "h_k": kv_heads,
-        "causal": causal,
-        "enable_batch_invariant": enable_batch_invariant,
-    }
+    sizes = {"b": b, "s": q.shape[1], "h": h, "page": page_size, "h_k": kv_heads}
+    flags = {"causal": causal, "enable_batch_invariant": enable_batch_invariant}
+    config: dict[str, object] = {**sizes, **flags}
     tile_scheduler_metadata.require(config)
     scale = width**-0.5 if softmax_scale is None else softmax_scale
     group = h // kv_heads
@@ -336,10 +309,8 @@ def flash_mla_with_kvcache(
     if launch is None or launch.stream() is None:  # captured: see `keep_replay`
         return result
     if block_table.dtype is cache_seqlens.dtype is torch.int32:
-        rope_at = head_dim_v * q.element_size()
-        reader = _pointer_reader(rope_at)
-        if fmt is not None:
-            reader = _fp8_pointer_reader(view, rope_at, k_cache)
+        at = head_dim_v * q.element_size()
+        reader = _pointer_reader(at) if fmt is None else _fp8_pointer_reader(view, at, k_cache)
         replay = PagedReplay(
             launch=launch,
             names=_POINTERS if fmt is None else _FP8_POINTERS,
@@ -358,7 +329,6 @@ def flash_mla_with_kvcache(
 
 
 def _format_of_rows(row_bytes: int, k: int, p: int) -> CacheFormat:
-    """The format of fp8 rows, by their bytes."""
     known = {fmt.row_bytes(k, p): fmt for fmt in FORMATS.values()}
     if row_bytes not in known:
         sizes = ", ".join(f"{size} ({fmt.name})" for size, fmt in sorted(known.items()))
@@ -366,21 +336,20 @@ def _format_of_rows(row_bytes: int, k: int, p: int) -> CacheFormat:
     return known[row_bytes]
 
 
-def _wide_queries(q: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Queries in 16 bits."""
+def _wide_queries(q: Tensor, scale: Tensor | None) -> Tensor:
     if q.dtype is not E4M3:
         if scale is not None:
             raise InvalidArgumentError("descale_q", f"None beside queries in {q.dtype}", "a scale")
         return q
     if scale is None:
         return q.to(torch.bfloat16)
-    if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
-        got = list(scale.shape) if isinstance(scale, torch.Tensor) else type(scale).__name__
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        got = list(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
         raise InvalidArgumentError("descale_q", "a tensor of one element", got)
     return (q.float() * scale.to(q.device, torch.float32).reshape(1)).to(torch.bfloat16)
 
 
-def _layout_of(tensor: torch.Tensor) -> Layout:
+def _layout_of(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tensor.stride()
 
 
@@ -393,9 +362,8 @@ def stand_in() -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run a script or, after `-m`, a module, with this module in FlashMLA's place."""
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
-        raise SystemExit(
-            "usage: python -m mla_var3.integrations.flash_mla [-m module | script] ..."
-        )
+        usage = "python -m mla_var3.integrations.flash_mla [-m module | script] ..."
+        raise SystemExit(f"usage: {usage}")
     from mla_var3.integrations import flash_mla
 
     flash_mla.stand_in()  # of the imported module, not of this program

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.attention import Step as Step  # engines find what they need here
@@ -51,28 +52,22 @@ DEFAULT_CROSSOVER = 128
 class Pages:
     """One layer's cache: views of the latent and the rope columns of `[blocks, page, k+p]`.
 
-    Attributes:
-        latent, rope: The columns.
-        scales: The scale of a cache in e4m3, float32 `[1]`; None in 16 bits.
+    A cache in e4m3 has a scale, float32 `[1]`.
     """
 
-    latent: torch.Tensor
-    rope: torch.Tensor
-    scales: torch.Tensor | None = None
+    latent: Tensor
+    rope: Tensor
+    scales: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, cache: torch.Tensor, k: int = LATENT_WIDTH, scale: torch.Tensor | None = None
-    ) -> Pages:
+    def of(cls, cache: Tensor, k: int = LATENT_WIDTH, scale: Tensor | None = None) -> Pages:
         """The views; keep them per layer, so that a call need not make them again.
 
-        Args:
-            cache: The rows, in 16 bits or in 8 (e4m3, or bytes of it).
-            k: Latent columns.
-            scale: Of an 8-bit cache, float32 of one element; None for 1. It is read by every call.
+        The rows of the cache, with k latent columns, are in 16 bits or in 8 (e4m3, or bytes of it).
+        The scale of an 8-bit cache, float32 of one element, None for 1, is read by every call.
         """
         require_int("k", k, minimum=1)
-        if not isinstance(cache, torch.Tensor):
+        if not isinstance(cache, Tensor):
             raise InvalidArgumentError("cache", "a tensor", type(cache).__name__)
         if cache.dim() != 3 or cache.shape[-1] < k:
             shape = list(cache.shape)
@@ -83,7 +78,7 @@ class Pages:
         return cls(parts.latent, parts.rope, parts.scales)
 
 
-def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
+def moved(known: Tensor, cache: Tensor) -> bool:
     """Whether a cache is another memory than the one that is known, or another view of it."""
     return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
         cache.data_ptr(), cache.shape, cache.stride(), cache.dtype,
@@ -91,56 +86,45 @@ def moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
 
 
 def paged_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
     pages: Pages,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
     *,
     scale: float,
     max_q: int,
-    query_start_loc: torch.Tensor | None = None,
+    query_start_loc: Tensor | None = None,
     causal: bool = True,
-    tree_mask: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
-    total_lengths: torch.Tensor | None = None,
+    total_lengths: Tensor | None = None,
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
     step: Step | None = None,
     kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of the newest tokens of every request over its latent cache.
 
-    Args:
-        q_latent: latent queries, packed, `[tokens, h, k]`.
-        q_rope: their rope part, `[tokens, h, p]`; may be a view with a larger head stride.
-        pages: the layer's cache.
-        block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
-        lengths: int32 `[b]`, tokens of each request with its new ones, on the device.
-        scale: factor on the logits.
-        max_q: upper bound on the query tokens of any request.
-        query_start_loc: int32 `[b+1]`, first query of each request; None where each has `max_q`.
-        causal: whether a query sees no position after its own.
-        tree_mask: bool `[b, max_q, max_q]`, which of the newest tokens a query sees.
-        out: where the output goes, `[tokens, h, k]`; by default a new tensor.
-        return_lse: also return the natural log-sum-exp.
-        total_lengths: int32 `[b]`, tokens of each request on all ranks, where decode context
-            parallelism interleaves them; `lengths` are those on this rank.
-        shards: ranks that share the tokens of a request.
-        shard: this rank.
-        batch_invariant: whether a request's result must not depend on the rest of the batch.
-        step: the forward pass, whose layers share a schedule; None for a call of its own.
-        kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
+    What is not described here is as for `mla_latent_attention`. Queries are packed, `[tokens, h,
+    k]` and `[tokens, h, p]`; the rope part may be a view with a larger head stride.
+    `query_start_loc` is int32 `[b+1]`, the first query of each request; None where each has
+    `max_q`, which is otherwise an upper bound. The block table is int32 `[b, max_pages]`; entries
+    beyond a request's tokens may be anything. `lengths` are int32 `[b]`, tokens of each request
+    with its new ones, on the device. A tree mask is bool `[b, max_q, max_q]`. Where decode context
+    parallelism interleaves tokens over ranks, `lengths` are those on this rank, `total_lengths`
+    those on all. The kernel is by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
 
     Returns:
-        The latent output `[tokens, h, k]`, and the LSE `[tokens, h]` in float32 or None.
+        The latent output `[tokens, h, k]`, in `out` or new, and the LSE `[tokens, h]` in float32 or
+        None.
     """
     if not (
-        isinstance(q_latent, torch.Tensor) and isinstance(q_rope, torch.Tensor)
-        and isinstance(lengths, torch.Tensor) and isinstance(pages, Pages)
-        and isinstance(max_q, int) and (out is None or isinstance(out, torch.Tensor))
+        isinstance(q_latent, Tensor) and isinstance(q_rope, Tensor)
+        and isinstance(lengths, Tensor) and isinstance(pages, Pages)
+        and isinstance(max_q, int) and (out is None or isinstance(out, Tensor))
     ):  # fmt: skip
         raise _wrong_type(q_latent=q_latent, q_rope=q_rope, lengths=lengths, out=out, pages=pages,
                           max_q=max_q)  # fmt: skip
@@ -195,10 +179,10 @@ def _wrong_type(**given: Any) -> InvalidArgumentError:
     others = {
         "pages": (Pages, "Pages, as Pages.of makes them"),
         "max_q": (int, "an integer"),
-        "out": ((torch.Tensor, type(None)), "a tensor"),
+        "out": ((Tensor, type(None)), "a tensor"),
     }
     for name, value in given.items():
-        kind, expected = others.get(name, (torch.Tensor, "a tensor"))
+        kind, expected = others.get(name, (Tensor, "a tensor"))
         if not isinstance(value, kind):  # type: ignore[arg-type]
             break
     got = repr(value) if kind is int else type(value).__name__
@@ -225,24 +209,12 @@ def warm_up(
 ) -> None:
     """Compile every program that calls of up to `max_q` query tokens need, before graph capture.
 
-    The calls that it makes are small: an engine may have counted its memory before.
-
-    Args:
-        h: query heads on this device.
-        max_q: most query tokens of a request.
-        device: where the calls will run.
-        dtype: of the queries, and of the cache unless it is in 8 bits.
-        cache_dtype: float8_e4m3fn for a cache in 8 bits.
-        k: width of the latent part.
-        p: width of the rope part.
-        page_size: tokens of a page.
-        packed: whether calls bring `query_start_loc`.
-        tree: whether calls bring a tree mask.
-        head_major: whether calls may bring views of `[h, tokens, k]` as latent queries.
-        shards: as for `paged_attention`.
-        batch_invariant: likewise.
-        step: whether calls bring a `Step`.
-        kernel: as for `paged_attention`.
+    The calls that it makes are small: an engine may have counted its memory before. They have `h`
+    heads on the device, queries in `dtype`, and pages of rows of width k+p in `cache_dtype`,
+    float8_e4m3fn for 8 bits, by default that of the queries. They may be packed (bring
+    `query_start_loc`), bring a tree mask or a `Step`, and head-major latent queries, views of `[h,
+    tokens, k]`, beside token-major ones. Shards, batch invariance and kernel are as for
+    `paged_attention`.
     """
     device = require_device(device)
     require_int("h", h, minimum=1)
@@ -251,7 +223,7 @@ def warm_up(
     # One program serves all counts of `KERNEL_ROWS` and more, but for one token, perhaps.
     counts = range(1, min(max_q, -(-KERNEL_ROWS // h) + 1) + 1)
 
-    def ints(*values: int) -> torch.Tensor:
+    def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     for s in counts:
@@ -276,14 +248,9 @@ def warm_up(
 def latent_crossover(h: int, device_name: str, cache_dtype: str | None = None) -> int:
     """The most query tokens per request that are faster latent than decompressed.
 
-    Args:
-        h: query heads on this device.
-        device_name: the device, as in the package's device table.
-        cache_dtype: format of an 8-bit cache. Decompressed attention is in 16 bits either way.
-
-    Returns:
-        The crossover by the cost model, at most `MOST_LATENT_QUERIES`; `DEFAULT_CROSSOVER` for a
-        device that the model does not know.
+    By the cost model, with h query heads on a device of the package's table: at most
+    `MOST_LATENT_QUERIES`, and `DEFAULT_CROSSOVER` for a device that the model does not know. The
+    format of an 8-bit cache counts for latent attention; decompressed it is in 16 bits either way.
     """
 
     def time_us(kernel: str, s: int, cache_dtype: str | None) -> float:
@@ -291,11 +258,8 @@ def latent_crossover(h: int, device_name: str, cache_dtype: str | None = None) -
             b=CROSSOVER_REQUESTS, s=s, t=CROSSOVER_TOKENS, h=h, page_size=PAGE_SIZE,
             device_name=device_name, cache_dtype=cache_dtype,
         )  # fmt: skip
-        times = {
-            candidate.kernel: candidate.predicted_us
-            for candidate in found.candidates
-            if candidate.language == "cute-dsl" and candidate.predicted_us is not None
-        }
+        known = (candidate for candidate in found.candidates if candidate.language == "cute-dsl")
+        times = {each.kernel: each.predicted_us for each in known if each.predicted_us is not None}
         return times[kernel]
 
     def latent_wins(s: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention import mla_attention
 from mla_var3.errors import UnsupportedError
@@ -18,15 +19,11 @@ NAME = "hyper_mla"
 
 
 def use(model: Any, kernel: str = "auto") -> Any:
-    """Make every MLA layer of a model attend through this package.
+    """Make every MLA layer of a model attend through this package; `kernel` as for `mla_attention`.
 
-    Args:
-        model: a model whose attention layers have `expand_kv` and `kv_b_proj`, such as DeepSeek V3.
-        kernel: as for `mla_attention`.
-
-    Returns:
-        The model itself. `model.set_attn_implementation("sdpa")` alone does not undo it; load the
-        model again for that.
+    Its attention layers have `expand_kv` and `kv_b_proj`, as those of DeepSeek V3. Returns the
+    model itself. `model.set_attn_implementation("sdpa")` alone does not undo it; load the model
+    again for that.
     """
     layers = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not layers:
@@ -50,30 +47,20 @@ def use(model: Any, kernel: str = "auto") -> Any:
 
 def attend(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    position_ids: torch.Tensor | None = None,
+    position_ids: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers.
+) -> tuple[Tensor, None]:
+    """The attention function of transformers: the output `[b, s, h, v]`, and None for the weights.
 
-    Args:
-        module: the layer.
-        query: `[b, h, s, d+p]`.
-        key: the rope keys `[b, 1, t, p]`.
-        value: the latents `[b, 1, t, k]`.
-        attention_mask: None, or one of ones `[b, tokens]`.
-        scaling: factor on the logits.
-        dropout: 0.
-        position_ids: positions of the queries, `[b, s]` or `[1, s]`; a static cache has more slots.
-        options: what transformers passes besides. What would change the result is refused.
-
-    Returns:
-        The output `[b, s, h, v]`, and None for the weights.
+    Queries are `[b, h, s, d+p]`, keys the rope keys `[b, 1, t, p]`, values the latents `[b, 1, t,
+    k]`, positions `[b, s]` or `[1, s]`; a static cache has more slots. A mask has ones only. What
+    would change the result is refused, also among the other options.
     """
     if dropout:
         raise UnsupportedError("dropout: expected 0 (inference), got " + str(dropout))
@@ -99,5 +86,5 @@ def attend(
         weights[:, :d], weights[:, d:].transpose(1, 2), lengths=lengths, scale=scaling,
         kernel=module.hyper_mla_kernel,
     )  # fmt: skip
-    assert isinstance(output, torch.Tensor)
+    assert isinstance(output, Tensor)
     return output, None

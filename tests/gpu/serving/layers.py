@@ -241,29 +241,23 @@ class OtherWork:
         torch.mm(self._matrix, self._matrix)
 
 
+@dataclass
 class Clock:
-    """Times of steps of several backends, which take turns.
+    """Times of steps of all layers by several backends, which take turns.
 
-    Args:
-        steps: a step of all layers by backend.
-        layers: how many.
-        between: what the steps call in front of each layer; its time is taken off.
+    The time of what the steps call in front of each layer, `between`, is taken off.
     """
 
-    def __init__(
-        self,
-        steps: dict[str, Callable[[], Any]],
-        layers: int,
-        between: Callable[[], object] | None = None,
-    ) -> None:
-        self._steps, self._layers, self._between = steps, layers, between
+    steps: dict[str, Callable[[], Any]]
+    layers: int
+    between: Callable[[], object] | None = None
 
     def graphs(self) -> dict[str, dict[str, float]]:
         """Microseconds per layer inside of CUDA graphs: median and spread."""
-        graphs = {name: captured(step) for name, step in self._steps.items()}
-        between = self._between
+        graphs = {name: captured(step) for name, step in self.steps.items()}
+        between = self.between
         if between is not None:
-            graphs[ALONE] = captured(lambda: [between() for _ in range(self._layers)])
+            graphs[ALONE] = captured(lambda: [between() for _ in range(self.layers)])
         for graph in graphs.values():
             graph.replay()
         first = {name: self._replay(graph) for name, graph in graphs.items()}
@@ -271,7 +265,7 @@ class Clock:
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for _ in range(rounds):
             for name, graph in graphs.items():
-                times[name].append(1e6 * self._replay(graph) / self._layers)
+                times[name].append(1e6 * self._replay(graph) / self.layers)
                 time.sleep(min(0.02, first[name]))  # let the card cool down after a long one
         alone = times.pop(ALONE, [0.0])
         return {
@@ -294,13 +288,13 @@ class Clock:
 
     def host(self, rounds: int = 15) -> dict[str, float]:
         """Microseconds per layer that the host needs for eager launches."""
-        times: dict[str, list[float]] = {name: [] for name in self._steps}
+        times: dict[str, list[float]] = {name: [] for name in self.steps}
         for _ in range(rounds):
-            for name, step in self._steps.items():
+            for name, step in self.steps.items():
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 step()
-                times[name].append(1e6 * (time.perf_counter() - begin) / self._layers)
+                times[name].append(1e6 * (time.perf_counter() - begin) / self.layers)
         return {name: statistics.median(found) for name, found in times.items()}
 
 

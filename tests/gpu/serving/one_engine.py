@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -18,6 +17,8 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+from ...engines.tiny_deepseek import CONFIG, draw_weights
 
 OURS, PEERS = "HYPER_MLA", ("FLASH_ATTN_MLA", "FLASHMLA")
 CONTEXT, STEPS, PROFILED = 4096, 60, 8
@@ -30,58 +31,15 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def draw_weights(self, model, model_config) -> None:
-    """Random weights with which attention matters and drafts are often right.
-
-    The head leans to a fixed successor of each token, which the MTP layer sees through the
-    embedding too. vLLM's own dummy weights lie within 0.001.
-    """
-    import torch
-
-    def draw(name: str, shape, device):
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-        generator = torch.Generator(device=device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=device)
-
-    layers = model_config.hf_text_config.num_hidden_layers
-    for name, p in model.named_parameters():
-        if not p.is_floating_point():
-            continue
-        short, width = name.rsplit(".", 1)[0].split(".")[-1], p.shape[-1]
-        if p.dim() == 1:
-            p.data.fill_(1.0 if "norm" in name else 0.0)
-        elif short == "embed_tokens":
-            p.data.copy_(draw("embed", p.shape, p.device))
-        elif short in ("lm_head", "head"):
-            order = torch.randperm(p.shape[0], generator=torch.Generator().manual_seed(7))
-            leaning = draw("embed", p.shape, p.device)[order.to(p.device)] * 12 / width
-            p.data.copy_(leaning + draw("head", p.shape, p.device) * 1.5 / width**0.5)
-        elif short == "eh_proj":
-            rows = p.shape[0]
-            value = draw(name, p.shape, p.device) * 0.2 / rows**0.5
-            value[:, :rows] += torch.eye(rows, device=p.device)
-            p.data.copy_(value)
-        else:
-            gains = {"q_b_proj": 2.5, "o_proj": 2 / layers**0.5, "down_proj": 1 / layers**0.5}
-            p.data.copy_(draw(name, p.shape, p.device) * gains.get(short, 1.0) / width**0.5)
-
-
 def model_config(options: dict) -> dict:
     """DeepSeek-V3's attention; dense layers everywhere, in the MTP layer too."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    return CONFIG | {
         "vocab_size": 4096, "hidden_size": options["hidden"], "intermediate_size": options["mlp"],
         "moe_intermediate_size": 256, "num_hidden_layers": options["layers"],
         "num_attention_heads": options["heads"], "num_key_value_heads": options["heads"],
-        "n_shared_experts": 1, "n_routed_experts": 8, "routed_scaling_factor": 2.5,
-        "kv_lora_rank": 512, "q_lora_rank": options["lora"], "qk_rope_head_dim": 64,
-        "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 1, "topk_group": 1,
-        "num_experts_per_tok": 2, "first_k_dense_replace": options["layers"],
-        "moe_layer_freq": 1000, "norm_topk_prob": True, "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc", "hidden_act": "silu", "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False,
-        "tie_word_embeddings": False, "num_nextn_predict_layers": 1, "bos_token_id": 0,
-        "eos_token_id": 1, "torch_dtype": "bfloat16",
+        "n_routed_experts": 8, "q_lora_rank": options["lora"],
+        "first_k_dense_replace": options["layers"], "moe_layer_freq": 1000,
+        "max_position_embeddings": 8192,
     }  # fmt: skip
 
 

@@ -98,14 +98,18 @@ def oracle(
     model: Model,
     *,
     scale: float | None = None,
+    held: tuple[QuantisedRows, QuantisedRows, list[int]] | None = None,
     **masks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request in float64: queries `[s, h, ...]` over its tokens `[m, ...]`.
 
-    The masks are those of `visible_tokens`.
+    The masks are those of `visible_tokens`. Some tokens may be as a `ring` in 8 bits holds them.
     """
     keys = torch.einsum("mk,hdk->hmd", latent.double(), model.w_uk.double())
     values = torch.einsum("mk,hkd->hmd", latent.double(), model.w_uv.double())
+    if held is not None:
+        keys[:, held[2]] = dequantise(held[0], torch.float64)
+        values[:, held[2]] = dequantise(held[1], torch.float64)
     keys = torch.cat([keys, rope.double().expand(len(keys), -1, -1)], -1)
     q = torch.cat([q_nope, q_rope], -1)
     visible = visible_tokens(len(q), len(latent), **masks)
@@ -156,11 +160,17 @@ def require_oracle(
     q: Sequence[torch.Tensor],
     tokens: Sequence[torch.Tensor],
     model: Model,
+    view: CacheView | None = None,
     **options: Any,
 ) -> None:
-    """Compare a call with the oracle, request by request; both queries are `[b, s, h, ...]`."""
+    """Compare a call with the oracle, request by request; both queries are `[b, s, h, ...]`.
+
+    Keys and values are as the ring of the view holds them, if it is in 8 bits.
+    """
     k = model.sizes[2]
     for request, rows in enumerate(tokens):
+        if view is not None and view.window_scales is not None:
+            options["held"] = ring(view, request)
         expected, expected_lse = oracle(
             q[0][request], q[1][request], rows[:, :k], rows[:, k:], model, **options
         )
@@ -180,31 +190,17 @@ def ring(view: CacheView, request: int) -> tuple[QuantisedRows, QuantisedRows, l
     )
 
 
-def require_exact_on_ring(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    q: Sequence[torch.Tensor],
-    view: CacheView,
-    tokens: Sequence[torch.Tensor],
-    model: Model,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-) -> None:
-    """As `require_oracle`, with keys and values as a ring in 8 bits holds them, if it does."""
-    k = model.sizes[2]
-    for request, rows in enumerate(tokens):
-        exact, both = rows.double(), torch.cat([part[request] for part in q], -1)
-        keys = torch.einsum("mk,hdk->hmd", exact[:, :k], model.w_uk.double())
-        values = torch.einsum("mk,hkd->hmd", exact[:, :k], model.w_uv.double())
-        new_keys, new_values, positions = ring(view, request)
-        keys[:, positions] = dequantise(new_keys, torch.float64)
-        values[:, positions] = dequantise(new_values, torch.float64)
-        keys = torch.cat([keys, exact[:, k:].expand(len(keys), -1, -1)], -1)
-        visible = visible_tokens(len(both), len(rows), causal=causal)
-        factor = both.shape[-1] ** -0.5 if scale is None else scale
-        wanted, wanted_lse = attended(both, keys, values, visible, factor)
-        assert_close(output[request], wanted, lse[request], wanted_lse)
+def operator_operands(
+    q: Sequence[torch.Tensor], view: CacheView, model: Model, kernel: str = "auto"
+) -> tuple[Any, ...]:
+    """What the operator of a whole call takes."""
+    parts = (
+        view.k_new, view.v_new, view.window_start, view.k_prefix, view.v_prefix, view.k_rope_new,
+        view.k_rope_prefix, view.scales, view.window_scales,
+    )  # fmt: skip
+    options = (None, None, None, True, 0.3, None, None, 1, 0, False, None, kernel)
+    cache = view.latent, view.rope, view.lengths
+    return (*q, *cache, model.w_uk, model.w_uv, view.block_table, *parts, *options)
 
 
 @contextmanager
@@ -273,6 +269,25 @@ def poison_window(window: Window) -> None:
             part.view(torch.uint8).fill_(0xFF)
         elif part is not None:
             part.fill_(torch.nan)
+
+
+def paged(
+    tokens: Sequence[torch.Tensor], page: int, columns: int, order: torch.Tensor, unused: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[m, width]` on the pages of a pool, NaN elsewhere, and their block table.
+
+    The pages are taken in this order; `unused` stands where a request has none.
+    """
+    first = tokens[0]
+    shape = int(order.max()) + 2, page, first.shape[-1]
+    pool = torch.full(shape, torch.nan, dtype=first.dtype)
+    table, free = torch.full((len(tokens), columns), unused, dtype=torch.int32), iter(order)
+    for request, rows in enumerate(tokens):
+        for column in range(-(-len(rows) // page)):
+            part = rows[column * page : (column + 1) * page]
+            table[request, column] = at = next(free)
+            pool[at, : len(part)] = part
+    return pool, table
 
 
 def pool_in_8_bits(

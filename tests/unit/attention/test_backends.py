@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import execute
 from mla_var3.attention.backends import latent, registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.backends.plan_operands import CUTILE_SERVICES
@@ -19,11 +18,14 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import mla_latent_attention
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select import choice
 from mla_var3.attention.select.choice import choose
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOptions
 from mla_var3.runtime.paths import KernelId
+
+from .attention_support import registered
 
 
 class Counted(TorchTiled):
@@ -117,12 +119,12 @@ def test_a_card_that_is_not_in_the_table_gets_the_torch_path(monkeypatch, caplog
     def unknown(device_type: str) -> None:
         raise UnknownNameError("device", "GTX 1", ())
 
-    monkeypatch.setattr(execute, "spec_for", unknown)
+    monkeypatch.setattr(choice, "spec_for", unknown)
     shape, device = CallShape(3, 1, 77, 5), torch.device("cuda")
-    assert isinstance(execute.backend_for(shape, "auto", device), TorchTiled)
+    assert isinstance(choice.backend_for(shape, "auto", device), TorchTiled)
     assert "until then calls on this GPU use torch_tiled" in caplog.text
     with pytest.raises(UnknownNameError, match="unknown device 'GTX 1'"):
-        execute.backend_for(shape, "flash_mla", device)
+        choice.backend_for(shape, "flash_mla", device)
 
 
 MILLION = 2**20
@@ -169,20 +171,16 @@ def test_loose_bounds_do_not_reach_the_kernel(generator):
         noted.append(options)
         assert operands.cu_seqlens_q.dtype is torch.int32
 
-    registry.register(
-        LatentBackend("noted", "torch", attend, runs_on_cpu=True, sliding_window=True)
-    )
-    try:
-        q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
-        q, cache = q.bfloat16(), cache.bfloat16()
-        bounds = torch.tensor([0, 2, 3])
+    backend = LatentBackend("noted", "torch", attend, runs_on_cpu=True, sliding_window=True)
+    q, cache = torch.randn(3, 2, 8, generator=generator), torch.randn(2, 4, 8)
+    q, cache = q.bfloat16(), cache.bfloat16()
+    bounds = torch.tensor([0, 2, 3])
+    with registered(backend):
         for max_q, window in ((2, 5), (100, 100), (2**31 - 1, 2**31 - 1), (None, None)):
             mla_latent_attention(
                 q, q, (cache, cache), cu_seqlens_q=bounds, max_q=max_q, sliding_window=window,
                 kernel="noted",
             )  # fmt: skip
-    finally:
-        registry.unregister("noted", "torch")
     found = [(one.max_q, one.sliding_window) for one in noted]
     assert found == [(2, 5), (100, 100), (3, 2**30 - 1), (3, None)]
 

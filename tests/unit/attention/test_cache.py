@@ -170,14 +170,6 @@ def test_the_name_of_a_torch_dtype_is_no_format():
         LatentCache.allocate(2, 130, dtype="bfloat16")
 
 
-def test_packed_append(generator):
-    cache = make_cache(3, page_size=64)
-    latent, rope = rows(9)
-    bounds = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
-    assert cache.append(latent[0], rope[0], cu_seqlens=bounds).tolist() == [2, 0, 5]
-    assert held(cache) == [[0, 1], [], [2, 3, 4, 5, 6]]
-
-
 def test_a_refusal_can_be_handled_and_forgotten():
     cache = make_cache(3, 8)
     cache.append(*rows(6, 6, 6))
@@ -188,20 +180,6 @@ def test_a_refusal_can_be_handled_and_forgotten():
         cache.check()
     assert cache.read_refused() == [0, 0, 3]
     cache.check()
-
-
-def test_pages_go_to_the_first_and_nobody_overtakes():
-    cache = make_cache(4, 256, page_size=64, num_pages=3)
-    assert cache.pages is not None
-    taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
-    assert taken.tolist() == [64, 0, 0, 0]
-    assert cache.pages.free_count.tolist() == [2]
-    # A page that is already held has space left, whatever the others got.
-    taken = cache.append(*rows(65, 65, 65, 65, first=500), [65, 65, 0, 0])
-    assert taken.tolist() == [65, 0, 0, 0]
-    assert held(cache)[0] == [*range(64), *range(500, 565)]
-    cache.evict([0])
-    assert cache.append(*rows(64, 64, 64, 64), [0, 64, 64, 64]).tolist() == [0, 64, 64, 64]
 
 
 def test_addresses_stay():

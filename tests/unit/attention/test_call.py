@@ -1,11 +1,11 @@
 """`mla_attention` against a float64 oracle, with its options crossed."""
 
-import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mla_var3
@@ -13,16 +13,16 @@ from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.request.masks import tree_ancestors
+from tests.fuzz import cases
 
 from .attention_support import (
+    Model,
     ancestors_by_walking,
     assert_close,
     filled_cache,
-    latent_oracle,
     make_model,
     normal,
     oracle,
-    random_parents,
     require_oracle,
 )
 
@@ -30,81 +30,28 @@ mla_attention = mla_var3.mla_attention
 P = 4
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_options_crossed(data):
-    """Random sizes, caches, masks, query packing and strides, each against the oracle."""
-    draw = data.draw
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]))
-    model = make_model(
-        generator, draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9)), dtype
-    )
-    h, d, k = model.sizes
-    b = draw(st.integers(1, 3))
-    page_size = draw(st.sampled_from([None, 64]))
-    prefix = draw(st.sampled_from([0, 0, 64 if page_size else 5]))
-    window = draw(st.sampled_from([0, 0, 1, 7, 130]))
-    lengths = [max(prefix, draw(st.integers(0, 130))) for _ in range(b)]
-    cache, tokens = filled_cache(
-        generator, lengths, model, p=P, t=130, dtype=dtype, page_size=page_size, window=window,
-        prefix=prefix, steps=draw(st.integers(1, 3)),
-    )  # fmt: skip
-    ragged = draw(st.booleans())
-    counts = [draw(st.integers(0, 5)) if ragged else 0 for _ in range(b)]
-    s = draw(st.integers(1, 5))
-    if not ragged:
-        counts = [s] * b
-    masking = draw(st.sampled_from(["causal", "full", "mask", "parents"]))
-    most = max(1, *counts)
-    shape = (b, most) if draw(st.booleans()) else (most,)
-    parents = random_parents(generator, *shape)
-    trees = tree_ancestors(parents).expand(b, most, most)
-    tree_mask = {"mask": tree_ancestors(parents), "parents": parents}.get(masking)
-    scale = draw(st.sampled_from([None, 0.3]))
-    sliding_window = draw(st.sampled_from([None, None, 1, 3, 60]))
-    strided = draw(st.booleans())
-    q_nope = normal(generator, sum(counts), h, d * (1 + strided), dtype=dtype)
-    q_rope = normal(generator, sum(counts), h, P * (1 + strided), dtype=dtype)
-    if strided:
-        q_nope, q_rope = q_nope[..., ::2], q_rope[..., ::2]
-    index = draw(st.sampled_from([torch.int32, torch.int64]))
-    bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=index)
-    options: dict[str, object] = {"cu_seqlens_q": bounds}
-    queries = q_nope, q_rope
-    if ragged:
-        if tree_mask is not None or draw(st.booleans()):
-            options["max_q"] = most
-    else:
-        options = {}
-        queries = q_nope.view(b, s, h, -1), q_rope.view(b, s, h, -1)
-    output, lse = mla_attention(
-        *queries, cache, model.w_uk, model.w_uv, causal=masking != "full", scale=scale,
-        tree_mask=tree_mask, return_lse=True, sliding_window=sliding_window,
-        batch_invariant=draw(st.booleans()), **options,
-    )  # fmt: skip
-    expected = [
-        oracle(
-            q_nope[first:last],
-            q_rope[first:last],
-            rows[:, :k],
-            rows[:, k:],
-            model,
-            scale=scale,
-            causal=masking != "full",
-            tree=None if tree_mask is None else tree,
-            sliding_window=sliding_window,
-        )
-        for (first, last), rows, tree in zip(
-            itertools.pairwise(bounds.tolist()), tokens, trees, strict=True
-        )
-    ]
-    assert_close(
-        output.flatten(0, -3),
-        torch.cat([part for part, _ in expected]),
-        lse.flatten(0, -2),
-        torch.cat([part for _, part in expected]),
-    )
+def require_right(
+    generator: torch.Generator,
+    model: Model,
+    cache: Any,
+    tokens: Any,
+    widths: tuple[int, int] = (6, P),
+    **options: Any,
+) -> None:
+    """A call with two queries per request, against the oracle."""
+    h, dtype = model.sizes[0], model.w_uk.dtype
+    q = [normal(generator, 2, 2, h, width, dtype=dtype) for width in widths]
+    found = mla_attention(*q, cache, model.w_uk, model.w_uv, return_lse=True, **options)
+    require_oracle(*found, q, tokens, model)
+
+
+def test_options_crossed():
+    """Random caches, sizes, masks, query packing and strides, each against float64."""
+    # With AMX oneDNN adds 0 * NaN of the neighbouring number where widths are odd.
+    with torch.backends.mkldnn.flags(enabled=False):
+        for number in range(100):
+            case = cases.draw(f"3/{number}", "cpu", [])
+            assert cases.run(case, "cpu") == ("ok", ""), case
 
 
 def test_the_output_alone_and_into_a_given_tensor(generator):
@@ -148,18 +95,6 @@ def test_caches_that_hold_every_third_token_merge_to_the_whole(options, generato
     require_oracle(*merge_partials(partials), q, held, model, **options)
 
 
-def test_latent_attention(generator):
-    model = make_model(generator)
-    cache, tokens = filled_cache(generator, [70, 0, 3], model, page_size=64, window=5)
-    q_latent, q_rope = (normal(generator, 3, 2, 2, w, dtype=torch.float32) for w in (8, P))
-    output, lse = mla_var3.mla_latent_attention(q_latent, q_rope, cache, d=6)
-    for request, rows in enumerate(tokens):
-        expected, expected_lse = latent_oracle(
-            q_latent[request], q_rope[request], rows[:, :8], rows[:, 8:], scale=(6 + P) ** -0.5
-        )
-        assert_close(output[request], expected, lse[request], expected_lse)
-
-
 def test_a_foreign_paged_cache(generator):
     """Pages in any order, wild entries beyond the tokens, int64 lengths."""
     model = make_model(generator)
@@ -167,12 +102,8 @@ def test_a_foreign_paged_cache(generator):
     table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
     lengths = torch.tensor([100, 64])
     view = paged_view(pages, table, lengths, k=8)
-    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
-    output, lse = mla_attention(
-        q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, max_kv=128
-    )
     tokens = pages[[4, 1]].flatten(0, 1)[:100], pages[3]
-    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
+    require_right(generator, model, view, tokens, max_kv=128)
 
 
 def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
@@ -187,39 +118,11 @@ def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
         k_prefix=keys.transpose(0, 1), v_prefix=values.transpose(0, 1),
         k_rope_prefix=prefix[:, 8:],
     )  # fmt: skip
-    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
+    tokens = [pages[own.long()].flatten(0, 1) for own in table]
+    tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
     for most in (2048, 64):
         monkeypatch.setattr("mla_var3.attention.backends.torch_tiled._TILE_MOST", most)
-        output, lse = mla_attention(
-            q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, kernel="torch_tiled"
-        )
-        tokens = [pages[own.long()].flatten(0, 1) for own in table]
-        tokens = [rows[:length] for rows, length in zip(tokens, (190, 110), strict=True)]
-        require_oracle(output, lse, (q_nope, q_rope), tokens, model)
-
-
-def test_tokens_without_a_key_give_zero(generator):
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [0, 2], model)
-    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
-    output, lse = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True)
-    assert torch.equal(output[0], torch.zeros(3, 2, 6))
-    assert torch.equal(lse[0], torch.full((3, 2), -torch.inf))
-    assert torch.equal(output[1, 0], torch.zeros(2, 6))  # the first query lies before the tokens
-    assert lse[1].isfinite().tolist() == [[False, False], [True, True], [True, True]]
-
-
-def test_packed_rows_beyond_the_last_bound_are_zero(generator):
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [3, 2], model)
-    q_nope, q_rope = (normal(generator, 6, 2, w, dtype=torch.float32) for w in (6, P))
-    bounds = torch.tensor([0, 1, 3], dtype=torch.int32)
-    output, lse = mla_attention(
-        q_nope, q_rope, cache, model.w_uk, model.w_uv, cu_seqlens_q=bounds, return_lse=True
-    )
-    assert output[:3].abs().sum() > 0
-    assert torch.equal(output[3:], torch.zeros(3, 2, 6))
-    assert torch.equal(lse[3:], torch.full((3, 2), -torch.inf))
+        require_right(generator, model, view, tokens, kernel="torch_tiled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -259,16 +162,20 @@ def test_a_later_parent_on_the_device_counts_as_the_context(monkeypatch):
     assert torch.equal(tree_ancestors(torch.tensor([1, 5, 0])), ancestors_by_walking([-1, -1, 0]))
 
 
+def on_the_interpreter(generator: torch.Generator, lengths: list[int], **options: Any) -> Any:
+    """Weights, cache and tokens in widths that the kernels take."""
+    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
+    options = {"p": 16, "t": 70, "dtype": torch.bfloat16, **options}
+    return model, *filled_cache(generator, lengths, model, **options)
+
+
 @pytest.mark.parametrize(
     "kernel", ["flash_mla", "flash_mla_split_kv", "flash_attention", "mla_var6_plus"]
 )
 @pytest.mark.parametrize("window", [0, 16, 70])
 def test_the_kernels_on_the_interpreter(kernel, window, generator):
     """Each named kernel is what runs, and gives what the oracle says."""
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [70, 21], model, p=16, t=70, dtype=torch.bfloat16, window=window
-    )
+    model, cache, tokens = on_the_interpreter(generator, [70, 21], window=window)
     # One element into their storage: kernels get copies at aligned addresses.
     q_nope, q_rope = (
         normal(generator, 2 * 3 * 2 * 16 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 2, 16)
@@ -284,53 +191,32 @@ def test_the_kernels_on_the_interpreter(kernel, window, generator):
 
 
 def test_a_foreign_window_without_its_start_is_full(generator):
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [60, 11], model, p=16, t=70, dtype=torch.bfloat16, window=16
-    )
+    model, cache, tokens = on_the_interpreter(generator, [60, 11], window=16)
     view = replace(cache.view(), window_start=None)
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
-    output, lse = mla_attention(
-        q_nope, q_rope, view, model.w_uk, model.w_uv, kernel="mla_var6_plus", return_lse=True
-    )
-    require_oracle(output, lse, (q_nope, q_rope), tokens, model)
+    require_right(generator, model, view, tokens, (16, 16), kernel="mla_var6_plus")
 
 
 @pytest.mark.parametrize("kernel", ["torch_tiled", "flash_attention", "mla_var6_plus"])
 def test_a_foreign_ring_as_long_as_the_cache_may_lack_tokens(kernel, generator):
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [60, 21], model, p=16, t=70, dtype=torch.bfloat16, window=70
-    )
+    model, cache, tokens = on_the_interpreter(generator, [60, 21], window=70)
     view = replace(cache.view(), window_start=torch.tensor([40, 5], dtype=torch.int32))
     assert view.k_new is not None and view.v_new is not None
     for request, start in enumerate((40, 5)):
         view.k_new[request, :, :start] = view.v_new[request, :, :start] = 9.0
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
-    operands = (q_nope, q_rope, view, model.w_uk, model.w_uv)
+    given = {"widths": (16, 16), "kernel": kernel}
     # A call that looks at fewer tokens completes the ring for itself only.
-    found = mla_attention(*operands, kernel=kernel, lengths=[20, 4], return_lse=True)
-    require_oracle(*found, (q_nope, q_rope), (tokens[0][:20], tokens[1][:4]), model)
-    found = mla_attention(*operands, kernel=kernel, return_lse=True)
-    require_oracle(*found, (q_nope, q_rope), tokens, model)
+    shorter = tokens[0][:20], tokens[1][:4]
+    require_right(generator, model, view, shorter, lengths=[20, 4], **given)
+    require_right(generator, model, view, tokens, **given)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["the cache", "a view from before"])
 def test_a_short_window_is_completed_for_the_mixed_kernel(held, generator):
     """After dropped tokens the call decompresses what the window lacks, until `refill` does."""
-    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
-    cache, tokens = filled_cache(
-        generator, [60, 21], model, p=16, t=70, dtype=torch.bfloat16, window=16
-    )
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
-
-    def require_right() -> None:
-        operands = (q_nope, q_rope, given, model.w_uk, model.w_uv)
-        found = mla_attention(*operands, kernel="mla_var6_plus", return_lse=True)
-        require_oracle(*found, (q_nope, q_rope), (tokens[0][:57], tokens[1]), model)
-
+    model, cache, tokens = on_the_interpreter(generator, [60, 21], window=16)
     given = cache.view() if held else cache
+    kept, options = (tokens[0][:57], tokens[1]), {"kernel": "mla_var6_plus"}
     cache.truncate([3, 0])
-    require_right()
+    require_right(generator, model, given, kept, (16, 16), **options)
     cache.refill(model.w_uk, model.w_uv, 3)
-    require_right()
+    require_right(generator, model, given, kept, (16, 16), **options)

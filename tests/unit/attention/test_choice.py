@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 import mla_var3
+from mla_var3.attention.backends import plans
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.request.shape import CallShape
-from mla_var3.attention.select import tuned
 from mla_var3.attention.select.choice import Candidate
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
@@ -205,7 +204,7 @@ def tuned_here(times: dict[str, float], sizes: dict[str, int] | None = None) -> 
             timing = Timing(share, share, share, share, 9, "cuda-event", True)
             (config,) = configs.values()
             history.record(config, "ok", timing=timing)
-        assert tuned.best_tilings(plan, spec)
+        assert plans.best_tilings(plan, spec)
 
 
 def test_tuning_does_not_make_the_choice_worse():
@@ -245,7 +244,7 @@ def candidate(
     expected = Estimate(
         "k", "l", time_us, None, {}, Cost(1, 1), "memory", fitted, error, "a record"
     )
-    found = tuned.Measured(measured, "here") if measured else None
+    found = plans.Measured(measured, "here") if measured else None
     return Candidate("k", "l", estimate=expected, measured=found)
 
 
@@ -306,13 +305,3 @@ def test_choose_tells_what_sharing_a_prefix_gains(capsys):
     out = capsys.readouterr().out
     assert "sharing the prefix" not in out
     assert "flash_mla_prefix:cute-dsl does not support requests that share no first tokens" in out
-
-
-@pytest.mark.usefixtures("only_cutile")
-def test_choose_prints_json(capsys):
-    argv = ["choose", "--b", "4", "--page_size", "64", "--window", "64", "--tree", "--json"]
-    assert main([*argv, "--for_device", "RTX 5090"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["kernel"] == "flash_mla_split_kv"
-    assert report["shape"]["tree"] is True and report["shape"]["b"] == 4
-    assert report["device"] == "NVIDIA GeForce RTX 5090"

@@ -21,14 +21,7 @@ from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.widths import HEAD_WIDTHS
 
-from .attention_support import (
-    Model,
-    filled_cache,
-    make_model,
-    normal,
-    require_exact_on_ring,
-    require_oracle,
-)
+from .attention_support import Model, filled_cache, make_model, normal, require_oracle
 from .emulated_stages import attend, backend, emulate, stage_of
 
 H200 = "NVIDIA H200"
@@ -60,10 +53,7 @@ def require_right(
     model: Model,
 ) -> None:
     q, options = (task.q, task.q_rope), {"causal": task.causal, "scale": task.scale}
-    if task.cache.window_scales is None:
-        require_oracle(*result, q, tokens, model, **options)
-    else:
-        require_exact_on_ring(*result, q, task.cache, tokens, model, **options)
+    require_oracle(*result, q, tokens, model, task.cache, **options)
 
 
 def cache_and_tokens(
@@ -168,10 +158,12 @@ def test_a_captured_call_completes_a_whole_ring_too(model, generator, monkeypatc
     assert completed == [2]
 
 
-def test_a_ring_beside_a_shared_prefix(model, generator):
-    cache, tokens = cache_and_tokens(generator, [200, 70, 68], model, window=64, prefix=64)
-    for kernel in ("mla_var6_plus", "mla_var6_plus_v6"):
-        task = task_on(cache, model, generator)
+@pytest.mark.parametrize("lengths", [[200, 70, 68], [66, 64, 200]])
+def test_a_ring_beside_a_shared_prefix(lengths, model, generator):
+    """Also of queries that reach into the prefix."""
+    cache, tokens = cache_and_tokens(generator, lengths, model, window=64, prefix=64)
+    for kernel, s in (("mla_var6_plus", 3), ("mla_var6_plus", 9), ("mla_var6_plus_v6", 3)):
+        task = task_on(cache, model, generator, s=s)
         require_right(attend(kernel, task), task, tokens, model)
 
 
@@ -290,12 +282,7 @@ def test_views_without_rope_keys_of_their_own(model, generator):
         ),
         *(
             (kernel, {"window": 64, "prefix": 64, **options}, refusal)
-            for kernel in (
-                "flash_attention",
-                "mla_var6_plus",
-                "mla_var6_plus_v5",
-                "mla_var6_plus_v6",
-            )
+            for kernel in ("flash_attention", *(f"mla_var6_plus{v}" for v in ("", "_v5", "_v6")))
             for options, refusal in (
                 ({"ragged": True}, "different numbers of queries per request"),
                 ({"tree": True}, "a tree of tokens"),
@@ -341,10 +328,3 @@ def test_what_the_cache_holds_decides():
     assert chosen(b=64, s=4, t=4608, prefix=4096) == ("mla_var6_plus_v6", LANGUAGE)
     # Few queries are cheap in latent form, whatever else there is.
     assert chosen(s=8, window=2304) == ("flash_mla", LANGUAGE)
-
-
-def test_queries_that_reach_into_the_prefix(model, generator):
-    cache, tokens = cache_and_tokens(generator, [66, 64, 200], model, window=64, prefix=64)
-    for s in (3, 9):
-        task = task_on(cache, model, generator, s=s)
-        require_right(attend("mla_var6_plus", task), task, tokens, model)

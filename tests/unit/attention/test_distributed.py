@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +65,21 @@ def shared_tokens(rank: int, world: int) -> None:
     for mine, whole in ((c_kv, x["c_kv"]), (k_rope, x["k_rope"])):
         part = whole[:, stretch]
         mine[:, : part.shape[1]] = part
+    attend = partial(
+        kv_parallel_attention, x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
+        total_lengths=x["lengths"], share=share,
+    )  # fmt: skip
     tree = torch.tensor([-1, 0, 0, 1])
     for options in ({}, {"causal": False}, {"tree_mask": tree}, {"sliding_window": 5}):
-        output, lse = kv_parallel_attention(
-            x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
-            total_lengths=x["lengths"], share=share, return_lse=True, **options,
-        )  # fmt: skip
+        output, lse = attend(return_lse=True, **options)
         expected, expected_lse = on_one_process(**options)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(lse, expected_lse)
     for name, value in {"lengths": x["lengths"], "out": x["q_nope"], "shards": 2}.items():
         with pytest.raises(InvalidArgumentError, match=f"{name}: expected none where ranks"):
-            kv_parallel_attention(
-                x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
-                total_lengths=x["lengths"], share=share, **{name: value},
-            )  # fmt: skip
+            attend(**{name: value})
     with pytest.raises(InvalidArgumentError, match="share: expected one of 4 ranks, .* got one of"):
-        kv_parallel_attention(
-            x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
-            total_lengths=x["lengths"], share=KvShare(0, 2, share.size),
-        )  # fmt: skip
+        attend(share=KvShare(0, 2, share.size))
 
 
 def in_a_subgroup(rank: int, world: int) -> None:

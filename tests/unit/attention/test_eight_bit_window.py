@@ -13,7 +13,6 @@ from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.ops import mla_attention_op
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.mla.window.packed import PackedWindow, pack_window, unpack_window
 from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, dequantise, quantise
 
 from .attention_support import (
@@ -21,7 +20,8 @@ from .attention_support import (
     filled_cache,
     make_model,
     normal,
-    require_exact_on_ring,
+    operator_operands,
+    require_oracle,
     ring,
 )
 
@@ -47,17 +47,6 @@ def eight_bit_cache(
 def same(found: QuantisedRows, wanted: QuantisedRows) -> bool:
     bits = (rows.values.view(torch.uint8) for rows in (found, wanted))
     return torch.equal(*bits) and torch.equal(found.scales, wanted.scales)
-
-
-def require_right(
-    result: tuple[torch.Tensor, torch.Tensor],
-    cache: LatentCache,
-    tokens: Sequence[torch.Tensor],
-    q: tuple[torch.Tensor, torch.Tensor],
-    model: Model,
-    causal: bool = True,
-) -> None:
-    require_exact_on_ring(*result, q, cache.view(), tokens, model, causal=causal)
 
 
 def queries(
@@ -166,34 +155,14 @@ def test_zeros_and_infinities(model, generator):
     assert not dequantise(found_values).isnan().any()
 
 
-def test_single_slots_are_those_of_a_packed_window(generator):
-    k, v = (torch.randn(2, H, 128, D, generator=generator) for _ in range(2))
-    packed = pack_window(quantise(k), quantise(v, powers_of_two=True))
-    slots = torch.randperm(128, generator=generator)
-    requests = torch.randint(0, 2, (128,), generator=generator)
-    (keys, key_at), (values, value_at), (scales, scale_at) = packed.by_slot(requests, slots)
-    unpacked = unpack_window(packed, 128)
-    wanted = [rows.values.view(torch.uint8)[requests, :, slots] for rows in unpacked]
-    assert torch.equal(keys[key_at], wanted[0]) and torch.equal(values[value_at], wanted[1])
-    assert torch.equal(scales[scale_at], packed.scales[requests, :, slots])
-    again = PackedWindow.zeros(2, H, 128, D, D, torch.device("cpu"))
-    for (target, index), rows in zip(
-        again.by_slot(requests, slots), (*wanted, scales[scale_at]), strict=True
-    ):
-        target[index] = rows
-    for request, slot in zip(requests.tolist(), slots.tolist(), strict=True):
-        for found, given in zip(unpack_window(again, 128), unpacked, strict=True):
-            at = (request, slice(None), slot)
-            assert torch.equal(found.values[at].float(), given.values[at].float())
-
-
 @PAGED
 @pytest.mark.parametrize("causal", [True, False])
 def test_torch_reads_the_ring(page_size, causal, model, generator):
     lengths = [200, 40, 64, 65, 131]
     cache, tokens = eight_bit_cache(generator, lengths, model, page_size=page_size)
     q = queries(generator, len(lengths), 3)
-    require_right(attend(cache, q, model, causal=causal), cache, tokens, q, model, causal)
+    found = attend(cache, q, model, causal=causal)
+    require_oracle(*found, q, tokens, model, cache.view(), causal=causal)
     latent = attend((tokens[0][None, :, :K], tokens[0][None, :, K:]), (q[0][:1], q[1][:1]), model)
     assert not torch.equal(attend(cache, q, model)[0][:1], latent[0])
 
@@ -204,7 +173,7 @@ def test_torch_after_drops_and_beside_a_prefix(model, generator):
         cache.truncate(dropped)
         tokens = [rows[: len(rows) - gone] for rows, gone in zip(tokens, dropped, strict=True)]
         q = queries(generator, 3, 2)
-        require_right(attend(cache, q, model), cache, tokens, q, model)
+        require_oracle(*attend(cache, q, model), q, tokens, model, cache.view())
 
 
 def test_both_in_8_bits(generator):
@@ -220,7 +189,7 @@ def test_both_in_8_bits(generator):
     view = cache.view()
     stored = torch.cat(view.rows(torch.arange(200)[None], torch.float64), dim=-1)[0]
     stored[positions, 128:] = tokens[0][positions, 128:].double()
-    require_right(attend(cache, q, model), cache, [stored], q, model)
+    require_oracle(*attend(cache, q, model), q, [stored], model, view)
 
 
 def test_a_call_on_fewer_tokens_reads_no_window(model, generator):
@@ -240,12 +209,7 @@ def test_inside_a_compiled_program(model, generator):
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q[0]), layer(q[0]))
-    view = cache.view()
-    operands = (
-        *q, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv, None, view.k_new,
-        view.v_new, view.window_start, None, None, view.k_rope_new, None, None, view.window_scales,
-        None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
-    )  # fmt: skip
+    operands = operator_operands(q, cache.view(), model)
     # Those of the schema compare arguments before and after, which torch cannot do in e4m3.
     torch.library.opcheck(mla_attention_op, operands, test_utils="test_faketensor")
 

@@ -24,17 +24,14 @@ from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedE
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
 from mla_var3.op.mla.model.times import BORROWED, IDEAL
-from mla_var3.op.mla.window.quantise import E4M3
 
 from .attention_support import (
     Model,
     assert_close,
     filled_cache,
-    latent_oracle,
     make_model,
     normal,
     oracle,
-    pool_in_8_bits,
     registered,
 )
 
@@ -61,34 +58,15 @@ def contents(cache: LatentCache) -> list[torch.Tensor]:
     return [row[:length] for row, length in zip(rows, view.lengths.tolist(), strict=True)]
 
 
+def cache_of(
+    generator: torch.Generator, lengths: list[int], model: Model, name: str, **options: Any
+) -> tuple[LatentCache, list[torch.Tensor]]:
+    options = {"p": P, "dtype": torch.bfloat16, "cache_dtype": name, **options}
+    return filled_cache(generator, lengths, model, **options)
+
+
 def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(normal(generator, *rows, H, width, dtype=torch.bfloat16) for width in (D, P))  # type: ignore[return-value]
-
-
-@FORMAT
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_append_truncate_evict_and_fork(name, page_size, model, generator):
-    cache, tokens = filled_cache(
-        generator, [70, 5, 129], model, p=P, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=page_size, t=190,
-    )  # fmt: skip
-    assert cache.buffer.dtype is torch.uint8 and cache.c_kv.dtype is E4M3
-    expected = [rounded(rows, name) for rows in tokens]
-    cache.truncate([3, 0, 60])
-    cache.evict([1])
-    expected = [expected[0][:-3], expected[1][:0], expected[2][:-60]]
-    cache.fork(0, into=[1])
-    expected[1] = expected[0]
-    more = normal(generator, 3, 4, K + P, dtype=torch.bfloat16)
-    cache.append(more[..., :K], more[..., K:], [1, 4, 0])
-    expected[0] = torch.cat([expected[0], rounded(more[0, :1], name)])
-    expected[1] = torch.cat([expected[1], rounded(more[1], name)])
-    for found, wanted in zip(contents(cache), expected, strict=True):
-        assert torch.equal(found, wanted)
-    many = torch.zeros(3, 190, K + P, dtype=torch.bfloat16)
-    cache.append(many[..., :K], many[..., K:], [190, 0, 0])
-    with pytest.raises(UnsupportedError, match="190 refused"):
-        cache.check()
 
 
 @FORMAT
@@ -98,10 +76,8 @@ def test_append_truncate_evict_and_fork(name, page_size, model, generator):
 def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, model, generator):
     """Decompressed tokens are not rounded to 8 bits."""
     lengths = [90, prefix + 2, 129]
-    cache, tokens = filled_cache(
-        generator, lengths, model, p=P, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=page_size, window=window, prefix=prefix, t=130,
-    )  # fmt: skip
+    options = {"page_size": page_size, "window": window, "prefix": prefix}
+    cache, tokens = cache_of(generator, lengths, model, name, **options)
     q_nope, q_rope = queries(generator, 3, 2)
     operands = (q_nope, q_rope, cache, model.w_uk, model.w_uv)
     output, lse = mla_var3.mla_attention(*operands, return_lse=True)
@@ -121,10 +97,7 @@ def test_attention_over_the_rounded_tokens(name, page_size, window, prefix, mode
 @FORMAT
 def test_copies_without_rope_keys_of_their_own(name, model, generator):
     """Rope keys are then dequantised to the dtype of the queries, as the other tiles are."""
-    cache, _ = filled_cache(
-        generator, [90, 66], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16,
-        prefix=20,
-    )  # fmt: skip
+    cache, _ = cache_of(generator, [90, 66], model, name, window=16, prefix=20)
     copies = ("k_new", "v_new", "k_prefix", "v_prefix")
     half = {part: getattr(cache.view(), part).half() for part in copies}
     view = replace(cache.view(), **half, k_rope_new=None, k_rope_prefix=None)
@@ -139,9 +112,7 @@ def test_copies_without_rope_keys_of_their_own(name, model, generator):
 
 @FORMAT
 def test_refill_reads_the_rounded_tokens(name, model, generator):
-    cache, _ = filled_cache(
-        generator, [40], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16
-    )
+    cache, _ = cache_of(generator, [40], model, name, window=16)
     cache.truncate([10], w_uk=model.w_uk, w_uv=model.w_uv)
     assert cache.window is not None and cache.window.start.tolist() == [14]
     latent, rope = (rows[0, 20] for rows in cache.view().rows(torch.arange(30)[None]))
@@ -151,34 +122,8 @@ def test_refill_reads_the_rounded_tokens(name, model, generator):
     assert torch.equal(cache.window.k_rope_new[0, slot], rope)
 
 
-@FORMAT
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_pool_of_an_engine(name, batch_invariant, generator):
-    """Latent attention, packed queries, pages in any order, float16 queries, a scale of its own."""
-    form = cache_format(name)
-    rows = normal(generator, 6, 64, K + P, dtype=torch.bfloat16)
-    scale = torch.tensor([0.25]) if form.scale_columns is None else None
-    pool, values = pool_in_8_bits(rows[..., :K], rows[..., K:], form, scale)
-    table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
-    view = paged_view(pool, table, torch.tensor([100, 64]), k=K, format=name, scale=scale)
-    assert view.latent.data_ptr() == pool.data_ptr()
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
-    q_latent, q_rope = (normal(generator, 5, H, w, dtype=torch.float16) for w in (K, P))
-    output, lse = mla_var3.mla_latent_attention(
-        q_latent, q_rope, view, cu_seqlens_q=bounds, batch_invariant=batch_invariant, scale=0.1
-    )
-    worth = torch.cat(dequantise(values, torch.float64), dim=-1)
-    for request, held in enumerate((worth[[4, 1]].flatten(0, 1)[:100], worth[3])):
-        own = slice(int(bounds[request]), int(bounds[request + 1]))
-        expected = latent_oracle(q_latent[own], q_rope[own], held[:, :K], held[:, K:], scale=0.1)
-        assert_close(output[own], expected[0], lse[own], expected[1])
-
-
 def test_never_the_whole_pool_is_dequantised(model, generator, monkeypatch):
-    cache, _ = filled_cache(
-        generator, [500], model, p=P, dtype=torch.bfloat16, cache_dtype="fp8_per_token",
-        page_size=64, t=512,
-    )  # fmt: skip
+    cache, _ = cache_of(generator, [500], model, "fp8_per_token", page_size=64, t=512)
     seen = []
 
     def counted(parts: Any, dtype: torch.dtype) -> Any:
@@ -266,10 +211,8 @@ def test_each_format_has_an_estimate_of_its_own():
 @pytest.mark.parametrize("page_size", [None, 64])
 def test_a_shared_prefix(name, page_size, model, generator):
     """Its passes carry the scales; dense requests with scales per token cannot be read as pages."""
-    cache, _ = filled_cache(
-        generator, [130, 70, 64], model, p=P, t=192, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=page_size, prefix=64,
-    )  # fmt: skip
+    options = {"t": 192, "page_size": page_size, "prefix": 64}
+    cache, _ = cache_of(generator, [130, 70, 64], model, name, **options)
     q = queries(generator, 3, 2)
     operands = (*q, cache, model.w_uk, model.w_uv)
     with registered(PrefixBackend(torch_tiled.TorchTiled())) as backend:
@@ -287,10 +230,7 @@ def test_a_shared_prefix(name, page_size, model, generator):
 
 @FORMAT
 def test_decompressed_prefixes_have_the_dtype_of_the_weights(name, model, generator):
-    cache, _ = filled_cache(
-        generator, [70, 64], model, p=P, t=128, dtype=torch.bfloat16, cache_dtype=name,
-        page_size=64,
-    )  # fmt: skip
+    cache, _ = cache_of(generator, [70, 64], model, name, t=128, page_size=64)
     cache.fork(0, into=[1])
     groups = PrefixGroups(torch.zeros(1, 2).int(), torch.tensor([[64]]))
     [copy] = decompress_prefixes(groups, cache, model.w_uk, model.w_uv).copies

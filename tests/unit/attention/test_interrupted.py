@@ -100,7 +100,6 @@ def test_a_failed_append_takes_nothing(page_size, window, forks, generator):
 
 def test_an_append_interrupted_before_pages_are_copied_keeps_their_tokens(generator, monkeypatch):
     model = make_model(generator)
-    k = model.sizes[2]
     cache, tokens = filled_cache(generator, LENGTHS, model, t=192, page_size=64)
     cache.fork(0, into=[2])
     tokens[2] = tokens[0]
@@ -113,9 +112,8 @@ def test_an_append_interrupted_before_pages_are_copied_keeps_their_tokens(genera
         real(*arguments)
 
     monkeypatch.setattr(cache.index, "_copy_pages", copy_pages)
-    rows = normal(generator, 3, 1, k + P, dtype=torch.float32)
     with pytest.raises(KeyboardInterrupt):
-        append(cache, rows[..., :k], rows[..., k:], None, model)
+        one_more(cache, tokens, model, generator)
     require_contents(cache, tokens, model)
 
 
@@ -147,9 +145,18 @@ def append(
     cache.append(latent, rope, counts, w_uk=model.w_uk, w_uv=model.w_uv)
 
 
+def one_more(
+    cache: LatentCache, tokens: list[torch.Tensor], model: Model, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """The tokens after one more of each request."""
+    k = model.sizes[2]
+    rows = normal(generator, 3, 1, k + P, dtype=torch.float32)
+    append(cache, rows[..., :k], rows[..., k:], None, model)
+    return [torch.cat([old, new]) for old, new in zip(tokens, rows, strict=True)]
+
+
 def test_a_failed_fork_leaves_empty_requests(generator, monkeypatch):
     model = make_model(generator)
-    k = model.sizes[2]
     cache, tokens = filled_cache(generator, LENGTHS, model, t=192, page_size=64, window=64)
 
     def fork(*arguments: Any) -> None:
@@ -161,10 +168,7 @@ def test_a_failed_fork_leaves_empty_requests(generator, monkeypatch):
             cache.fork(0, into=[2])
     tokens[2] = tokens[2][:0]
     require_contents(cache, tokens, model)
-    rows = normal(generator, 3, 1, k + P, dtype=torch.float32)
-    append(cache, rows[..., :k], rows[..., k:], None, model)
-    tokens = [torch.cat([old, new]) for old, new in zip(tokens, rows, strict=True)]
-    require_contents(cache, tokens, model)
+    require_contents(cache, one_more(cache, tokens, model, generator), model)
 
 
 def test_without_a_disk_to_compile_on_torch_appends(generator, monkeypatch, caplog):
@@ -175,18 +179,13 @@ def test_without_a_disk_to_compile_on_torch_appends(generator, monkeypatch, capl
 
     monkeypatch.setattr(ct_kernel.ct, "launch", launch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    on_gpu = ct_kernel._launch_on_gpu
     monkeypatch.setattr(
-        ct_kernel,
-        "launch_kernel",
-        lambda made: ct_kernel._launch_on_gpu(made.kernel, made.grid, made.args),
+        ct_kernel, "launch_kernel", lambda made: on_gpu(made.kernel, made.grid, made.args)
     )
     model = make_model(generator)
-    k = model.sizes[2]
     cache, tokens = filled_cache(generator, LENGTHS, model, t=192, page_size=64)
     cache.index.kernels.serve(float8=True, fp8=False)
     assert cache.index.kernels.pages
-    rows = normal(generator, 3, 1, k + P, dtype=torch.float32)
-    append(cache, rows[..., :k], rows[..., k:], None, model)
-    tokens = [torch.cat([old, new]) for old, new in zip(tokens, rows, strict=True)]
-    require_contents(cache, tokens, model)
+    require_contents(cache, one_more(cache, tokens, model, generator), model)
     assert "No such file or directory" in caplog.text

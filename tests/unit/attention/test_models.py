@@ -100,33 +100,23 @@ def test_decompressed_copies_have_the_width_of_the_values(widths, options):
     assert sizes.prefix_bytes == options.get("prefix", 0) * per_token
 
 
-def test_packed_queries_and_a_given_output():
-    widths = mla_var3.model("glm-4.7-flash").widths
-    problem, inputs = case(widths, 5, 3, True)
-    expected, _ = exact(problem, inputs)
-    out = torch.empty(2 * 3, 5, widths.v, dtype=torch.bfloat16)
-    bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
-    found = mla_var3.mla_attention(
-        inputs.q_nope.flatten(0, 1), inputs.q_rope.flatten(0, 1), filled(problem, inputs),
-        inputs.w_uk, inputs.w_uv, cu_seqlens_q=bounds, max_q=3, out=out,
-    )  # fmt: skip
-    assert found is out
-    assert error(out.view_as(expected), expected) < 1e-2
-
-
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_batch_invariant_call_of_a_model_without_rope(packed):
-    problem, inputs = case(mla_var3.model("glm-5.3-flash").widths, 5, 3, True)
-    assert problem.p == 0
+@pytest.mark.parametrize("name", ["glm-4.7-flash", "glm-5.3-flash"])
+def test_packed_queries_a_given_output_and_batch_invariance(name, packed):
+    """Of models with wider values, and without rope."""
+    problem, inputs = case(mla_var3.model(name).widths, 5, 3, True)
+    assert problem.p == 0 or problem.v > problem.d
     expected, _ = exact(problem, inputs)
     queries, options = (inputs.q_nope, inputs.q_rope), {}
+    out = torch.empty_like(expected, dtype=torch.bfloat16)
     if packed:
-        queries = tuple(rows.flatten(0, 1) for rows in queries)
-        options = {"cu_seqlens_q": torch.tensor([0, 3, 6], dtype=torch.int32)}
-    found = mla_var3.mla_attention(
-        *queries, filled(problem, inputs), inputs.w_uk, inputs.w_uv, batch_invariant=True, **options
-    )
-    assert error(found.view_as(expected), expected) < 1e-2
+        queries, out = tuple(rows.flatten(0, 1) for rows in queries), out.flatten(0, 1)
+        options = {"cu_seqlens_q": torch.tensor([0, 3, 6], dtype=torch.int32), "max_q": 3}
+    operands = (*queries, filled(problem, inputs), inputs.w_uk, inputs.w_uv)
+    for invariant in (False, True):
+        found = mla_var3.mla_attention(*operands, batch_invariant=invariant, out=out, **options)
+        assert found is out
+        assert error(out.view_as(expected), expected) < 1e-2
 
 
 def test_kernels_that_need_equal_widths_refuse_by_name():

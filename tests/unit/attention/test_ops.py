@@ -7,7 +7,7 @@ import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.ops import latent_attention_op, mla_attention_op
 
-from .attention_support import Model, filled_cache, make_model, normal
+from .attention_support import Model, filled_cache, make_model, normal, operator_operands
 
 P = 4
 
@@ -115,15 +115,11 @@ def test_the_operators_follow_their_schema(call):
     """Schema and shapes without values agree with what really comes out."""
     q_nope, q_rope, cache, model = call
     view = cache.view()
-    full = (
-        q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
-        view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
-        None, None, None, None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
-    )  # fmt: skip
     latent = (
         torch.randn(2, 3, 2, 8), q_rope, view.latent, view.rope, view.lengths, view.block_table,
         None, None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
     )  # fmt: skip
+    full = operator_operands((q_nope, q_rope), view, model)
     torch.library.opcheck(mla_attention_op, full)
     torch.library.opcheck(latent_attention_op, latent)
 
@@ -139,12 +135,7 @@ def test_the_window_that_a_call_completes_is_declared(generator):
     q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=bf16) for _ in range(2))
     before = cache.window.start.clone()
     view = cache.view()
-    operands = (
-        q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
-        view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
-        None, None, None, None, None, None, True, 0.3, None, None, 1, 0, False, None,
-        "mla_var6_plus",
-    )  # fmt: skip
+    operands = operator_operands((q_nope, q_rope), view, model, "mla_var6_plus")
     torch.library.opcheck(mla_attention_op, operands)
     cache.window.start.copy_(before)
 

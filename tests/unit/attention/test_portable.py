@@ -26,6 +26,7 @@ from .attention_support import (
     ancestors_by_walking,
     assert_close,
     latent_oracle,
+    paged,
     pool_in_8_bits,
     random_parents,
 )
@@ -66,17 +67,10 @@ class Call:
                 rows[request, : len(tokens)] = tokens
         else:
             each = -(-SLOTS // page)
-            rows = torch.full((b * each + 2, page, k + p), torch.nan, dtype=torch.bfloat16)
             order = torch.randperm(b * each, generator=generator) + 1
-            table = order.view(b, each).to(torch.int32)
-            for request, tokens in enumerate(self.tokens):
-                for position, token in enumerate(tokens):
-                    rows[table[request, position // page], position % page] = token
-                # What lies beyond a request's tokens is never looked up in the pool.
-                unused = -(-len(tokens) // page)
-                table[request, unused:] = torch.tensor([-7, 2**31 - 1]).repeat(each)[
-                    : each - unused
-                ]
+            # What lies beyond a request's tokens is never looked up in the pool.
+            rows, table = paged(self.tokens, page, each, order, 2**31 - 1)
+            table[:, 1::2][table[:, 1::2] == 2**31 - 1] = -7
         self.cache = CacheView(rows[..., :k], rows[..., k:], used, table)
         if cache_dtype is not None:
             self._store_in_8_bits(cache_format(cache_dtype))
@@ -181,7 +175,7 @@ def test_sliding_windows(kernel, page, window, counts, causal, generator):
 
 
 @FORMAT
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "torch_tiled"))
 @pytest.mark.parametrize(
     ("case", "page"), [("plain", None), ("packed", 16), ("tree", 64), ("window", 32)]
 )
@@ -241,10 +235,10 @@ def test_widths_and_heads(kernel, k, p, h, generator):
     call.check(kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", (*KERNELS, "torch_tiled"))
 def test_padding_behind_the_last_request(kernel, generator):
     """Rows of no request, as in a CUDA graph for a larger batch: 0 and -inf."""
-    call = Call(generator, counts=(3, 2, 1, 4))
+    call = Call(generator, counts=(3, 2, 1, 5))
     bounds = call.bounds
     bounds[-1] -= 2
     output, lse = call.run(kernel, cu_seqlens_q=bounds, max_q=3)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mla_var3.attention import CacheView, Step, call, explain, mla_latent_attention
-from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
+
+from .attention_support import registered
 
 KERNEL, B, S, H, K, P, T = "follower", 2, 1, 3, 8, 8, 16
 
@@ -46,12 +47,9 @@ class Follower:
 
 @pytest.fixture
 def kernel() -> Iterator[Follower]:
-    follower = Follower()
-    registry.register(
-        LatentBackend(KERNEL, "torch", follower, runs_on_cpu=True, sliding_window=True)
-    )
-    yield follower
-    registry.unregister(KERNEL, "torch")
+    made = Follower()
+    with registered(LatentBackend(KERNEL, "torch", made, runs_on_cpu=True, sliding_window=True)):
+        yield made
 
 
 class Layer:
@@ -176,15 +174,12 @@ def test_repeated_calls_bring_the_schedule(lengths):
         full.append(options.scheduled)
         return Repeats(options.scheduled, seen)
 
-    registry.register(LatentBackend(KERNEL, "torch", kernel, runs_on_cpu=True))
-    try:
-        layers = [Layer(seed, lengths) for seed in range(3)]
-        steps = [Step("cpu"), Step("cpu")]
+    layers = [Layer(seed, lengths) for seed in range(3)]
+    steps = [Step("cpu"), Step("cpu")]
+    with registered(LatentBackend(KERNEL, "torch", kernel, runs_on_cpu=True)):
         for step in (steps[0], steps[1], steps[0].next()):
             for layer in layers:
                 layer(step)
-    finally:
-        registry.unregister(KERNEL, "torch")
     assert full == [False, True]  # one program each
     memory = [step._memory.data_ptr() for step in (steps[0], steps[1], steps[0])]
     caches = [layer.cache.latent.data_ptr() for layer in layers]

@@ -1,4 +1,4 @@
-"""Every wrong argument of the calls raises an error that names it, what was expected and came."""
+"""Every wrong argument of the public names raises an error with what was expected and what came."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.execute import execute
+from mla_var3.attention import CacheView, CallShape, LatentCache, paged_view, tree_ancestors
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.attention.select.choice import run
+from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError, UnsupportedError
 
 B, S, H, D, P, K, T = 2, 3, 2, 6, 4, 8, 70
 
@@ -42,7 +41,14 @@ def allocated(b: int, **options: Any) -> Callable[[Arguments], Arguments]:
     return changed(cache=LatentCache.allocate(b, T, k=K, p=P, dtype=torch.float32, **options))
 
 
+def view(**parts: Any) -> Callable[[Arguments], Arguments]:
+    """A dense view with some decompressed parts."""
+    lengths = torch.full((B,), T, dtype=torch.int32)
+    return changed(cache=CacheView(torch.ones(B, T, K), torch.ones(B, T, P), lengths, **parts))
+
+
 BOUNDS = torch.tensor([0, 3, 6], dtype=torch.int32)
+WINDOW = {"k_new": torch.ones(B, H, 3, D), "v_new": torch.ones(B, H, 3, D)}
 PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_seqlens_q": BOUNDS}
 
 
@@ -107,6 +113,19 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             "tree_mask: expected none with shards, got a tree",
         ),
         (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),
+        (view(k_new=torch.ones(3)), r"cache.k_new: expected \[b=2, h=2, n, d=6\], got \[3\]"),
+        (view(k_new=WINDOW["k_new"]), r"cache.v_new: .* a tensor \[b=2, h=2, n=3, v=6\]"),
+        (
+            view(**{**WINDOW, "v_new": torch.ones(B, H, 3, D + 1)}),
+            r"cache.v_new: expected \[b=2, h=2, n=3, v=6\], got \[2, 2, 3, 7\]",
+        ),
+        (view(v_new=WINDOW["v_new"]), "cache.k_new: expected one beside its other parts"),
+        (view(window_start=torch.zeros(B).int()), "cache.k_new: expected one beside its other"),
+        (
+            view(k_prefix=torch.ones(H, 3, D), v_prefix=torch.ones(H, 2, D)),
+            r"cache.v_prefix: expected \[h=2, m=3, v=6\], got \[2, 2, 6\]",
+        ),
+        (view(**WINDOW, window_start=torch.zeros(B)), "cache.window_start: .* dtype torch.int32"),
     ],
 )
 def test_wrong_arguments(change, message):
@@ -161,7 +180,7 @@ def int32(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-RING = {"k_new": torch.zeros(B, H, 64, D), "v_new": torch.zeros(B, H, 64, D)}
+RING = {name: torch.zeros(B, H, 64, D) for name in WINDOW}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +249,94 @@ def test_debug_mode_checks_what_a_traced_program_brings(monkeypatch):
     view = CacheView(torch.zeros(1, 4, K), torch.zeros(1, 4, P), int32(9))
     q, q_rope = torch.zeros(1, 1, H, K), torch.zeros(1, 1, H, P)
     task = AttentionTask(q, q_rope, view, None, None, causal=True, scale=1.0)
-    execute(task, "auto")
+    run(task, "auto")
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
     with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]: expected .* to t=4, got 9"):
-        execute(task, "auto")
+        run(task, "auto")
+
+
+# --- beyond the operands of a call ----------------------------------------------------------------
+
+NO_TEXT = (None, 3, [], torch.ones(1))
+
+
+def refused(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(HyperMlaError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", NO_TEXT)
+def test_a_kernel_is_named_by_text(kernel):
+    message = "kernel: expected the name of a kernel or 'auto', got "
+    refused(message, lambda: mla_var3.mla_attention(**arguments(), kernel=kernel))
+    refused(message, lambda: mla_var3.explain(b=1, s=1, t=8, h=1, kernel=kernel))
+
+
+@pytest.mark.parametrize("flag", ["causal", "ragged", "tree", "partial", "latent_only", "aligned"])
+def test_flags_are_true_or_false(flag):
+    wrong: dict[str, Any] = {flag: [1]}
+    refused(f"{flag}: expected True or False, got [1]", lambda: CallShape(1, 1, 8, 1, **wrong))
+
+
+@pytest.mark.parametrize("scale", ["x", float("nan"), float("inf"), 0.0, -1.0, 1e300])
+def test_a_scale_is_positive_and_finite(scale):
+    message = "scale: expected a positive finite number or None, got"
+    refused(message, lambda: CallShape(1, 1, 8, 1, scale=scale))
+
+
+@pytest.mark.parametrize("wrong", NO_TEXT[1:])
+def test_a_cache_format_is_named_by_text(wrong):
+    message = "unknown cache format "
+    refused(message, lambda: mla_var3.explain(b=1, s=1, t=8, h=1, cache_dtype=wrong))
+    pages, zeros = torch.zeros(1, 64, 576, dtype=torch.uint8), torch.zeros(1, 1).int()
+    refused(message, lambda: paged_view(pages, zeros, zeros[0], format=wrong))
+
+
+@pytest.mark.parametrize("size", ["b", "s", "t", "h", "d", "p", "k", "page_size"])
+def test_sizes_have_an_end(size):
+    sizes: dict[str, Any] = {"b": 1, "s": 1, "t": 8, "h": 1, size: 2**40}
+    refused(f"{size}: expected an integer from {int(size != 'p')} to ", lambda: CallShape(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("pages", None, "pages: expected a tensor [num_pages, page, k+p], got NoneType"),
+        ("pages", torch.ones(3, 64, 12, dtype=torch.int32), "pages: expected dtype torch.bfloat16"),
+        ("lengths", [1, 2], "lengths: expected a tensor [b], got list"),
+        ("lengths", torch.ones(2, 2), "lengths: expected [b], got [2, 2]"),
+        ("block_table", torch.zeros(3, 1, dtype=torch.int32), "block_table: expected [b=2, max"),
+        ("k", 13, "k: expected an integer from 1 to k+p=12, got 13"),
+        ("k", 0, "k: expected an integer from 1 to k+p=12, got 0"),
+    ],
+)
+def test_a_view_of_pages(argument, value, message):
+    given = {
+        "pages": torch.ones(3, 64, 12),
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+        "lengths": torch.ones(2, dtype=torch.int32),
+        "k": 8,
+        argument: value,
+    }
+    refused(message, lambda: paged_view(**given))
+
+
+def test_indices_of_pages_do_not_wrap_around():
+    """2**32 + 1 would become a valid page or length."""
+    wild = 2**32 + 1
+    found = paged_view(torch.ones(3, 64, 12), torch.tensor([[wild]]), torch.tensor([-wild]), k=8)
+    assert found.block_table is not None
+    assert found.block_table.tolist() == [[2**31 - 1]] and found.lengths.tolist() == [-(2**31)]
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([0, 1], "parents: expected a tensor [..., s], got list"),
+        (torch.tensor(1), "parents: expected a tensor [..., s], got []"),
+        (torch.ones(3), "parents: expected dtype torch.int32 or torch.int64, got torch.float32"),
+    ],
+)
+def test_parents_are_a_tensor_of_indices(parents, message):
+    refused(message, lambda: tree_ancestors(parents))

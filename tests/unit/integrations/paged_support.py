@@ -8,6 +8,7 @@ import torch
 
 from mla_var3.integrations import paged
 from tests.unit.attention.attention_support import latent_oracle
+from tests.unit.attention.attention_support import paged as in_pages
 
 K, P, H, PAGE = 512, 64, 4, 64
 SCALE = 192**-0.5
@@ -21,25 +22,18 @@ class Batch:
     ) -> None:
         g = torch.Generator().manual_seed(len(counts) + 100 * seed)
         pages = [-(-n // PAGE) for n in lengths]
-        order = torch.randperm(sum(pages) + 3, generator=g)
-        self.cache = torch.full((sum(pages) + 3, PAGE, K + P), torch.nan)
-        self.table = torch.full((len(counts), max(pages) + 1), 9999, dtype=torch.int32)
-        self.rows = []
-        first = 0
-        for request, (length, count) in enumerate(zip(lengths, pages, strict=True)):
-            mine = order[first : first + count]
-            first += count
-            self.table[request, :count] = mine
-            rows = torch.randn((length, K + P), generator=g)
-            self.rows.append(rows)
-            for page, at in enumerate(mine.tolist()):
-                part = rows[page * PAGE : (page + 1) * PAGE]
-                self.cache[at, : len(part)] = part
+        self._order = torch.randperm(sum(pages) + 3, generator=g)
+        self.put([torch.randn((length, K + P), generator=g) for length in lengths])
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.counts = counts
         starts = torch.tensor([0, *counts]).cumsum(0)
         self.starts = starts.to(torch.int32)
         self.q = torch.randn((sum(counts) + padding, h, K + P), generator=g)
+
+    def put(self, rows: list[torch.Tensor]) -> None:
+        """Give the requests these tokens."""
+        self.rows, columns = rows, max(-(-len(own) // PAGE) for own in rows) + 1
+        self.cache, self.table = in_pages(rows, PAGE, columns, self._order, 9999)
 
     def attend(self, **options):
         given = {
@@ -71,11 +65,7 @@ class Batch:
         """The same requests with every `shards`-th token from `shard` on in the cache."""
         part = Batch(self.counts, [len(rows[shard::shards]) for rows in self.rows])
         part.q = self.q
-        part.rows = [rows[shard::shards] for rows in self.rows]
-        for request, rows in enumerate(part.rows):
-            for page in range(-(-len(rows) // PAGE)):
-                own = rows[page * PAGE : (page + 1) * PAGE]
-                part.cache[part.table[request, page], : len(own)] = own
+        part.put([rows[shard::shards] for rows in self.rows])
         return part
 
     def on_gpu(self) -> Batch:
@@ -87,6 +77,16 @@ class Batch:
             tensor.cuda() for tensor in (self.table, self.lengths, self.starts)
         )
         return self
+
+    def require(
+        self, output: torch.Tensor, lse: torch.Tensor | None = None, *, tree=None, **tolerance
+    ) -> None:
+        """Compare with float64."""
+        tolerance = {"atol": 1e-5, "rtol": 1e-4, **tolerance}
+        expected, expected_lse = self.expected(tree)
+        torch.testing.assert_close(output.cpu().double(), expected, **tolerance)
+        if lse is not None:
+            torch.testing.assert_close(lse.cpu().double(), expected_lse, **tolerance)
 
     def expected(self, tree: torch.Tensor | None = None):
         """Output and LSE in float64, request by request."""

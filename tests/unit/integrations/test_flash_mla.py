@@ -21,7 +21,7 @@ from mla_var3.op.compare import compare
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise
 from mla_var3.op.mla.window.quantise import E4M3
 
-from ..attention.attention_support import attended, pool_in_8_bits, visible_tokens
+from ..attention.attention_support import attended, paged, pool_in_8_bits, visible_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = 64
@@ -34,20 +34,16 @@ def make_case(
     """Shuffled pages; what lies beyond the tokens is NaN, what names it a wild page number."""
     generator = torch.Generator().manual_seed(len(lengths) * 100 + s * 10 + h)
     b, columns = len(lengths), max(1, -(-max(lengths) // PAGE)) + 1
-    table = torch.randperm(b * columns, generator=generator).view(b, columns).to(torch.int32)
-    cache = (torch.randn(b * columns, PAGE, h_k, width, generator=generator) / 10).clamp(-1, 1)
-    q = (torch.randn(b, s, h, width, generator=generator) / 10).clamp(-1, 1)
-    for request, length in enumerate(lengths):
-        used, rest = divmod(length, PAGE)
-        pages = table[request].tolist()
-        if rest:
-            cache[pages[used], rest:] = torch.nan
-            used += 1
-        cache[pages[used:]] = torch.nan
-        table[request, used:] = WILD
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 10).clamp(-1, 1).to(dtype)
+
+    order = torch.randperm(b * columns, generator=generator)
+    tokens = [normal(length, h_k * width) for length in lengths]
+    pool, table = paged(tokens, PAGE, columns, order, WILD)
     return {
-        "q": q.to(dtype),
-        "k_cache": cache.to(dtype),
+        "q": normal(b, s, h, width),
+        "k_cache": pool.unflatten(-1, (h_k, width)),
         "block_table": table,
         "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
     }
@@ -70,6 +66,11 @@ def expected(
     return torch.stack(outputs), lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
+def near(found: Any, wanted: Any, rows: float = 1e-2, sums: float = 1e-4) -> None:
+    assert compare(found[0], wanted[0]).relative_frobenius < rows
+    assert compare(found[1], wanted[1]).max_abs < sums
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s", [1, 3])
 @pytest.mark.parametrize("lengths", [[20], [140, 140], [140, 64, 0, 7, 0]])
@@ -82,11 +83,10 @@ def test_dense_decoding(causal, s, lengths, h, h_k, dtype):
         **case, head_dim_v=64, tile_scheduler_metadata=metadata, num_splits=num_splits,
         causal=causal,
     )  # fmt: skip
-    want, want_lse = expected(case, 64, causal)
     assert output.shape == (len(lengths), s, h, 64) and output.dtype is dtype
     assert lse.shape == (len(lengths), h, s) and lse.dtype is torch.float32
-    assert compare(output, want).relative_frobenius < (1e-2 if dtype is torch.bfloat16 else 2e-3)
-    assert compare(lse, want_lse).max_abs < 1e-4
+    rows = 1e-2 if dtype is torch.bfloat16 else 2e-3
+    near((output, lse), expected(case, 64, causal), rows)
 
 
 @pytest.mark.parametrize("eight_bit_queries", [False, True])
@@ -109,8 +109,7 @@ def test_an_fp8_cache(name, eight_bit_queries):
     q = q.double() if descale_q is None else q.double() * descale_q
     want = expected({**case, "q": q, "k_cache": worth}, k, True)
     assert found[0].dtype is torch.bfloat16
-    assert compare(found[0], want[0]).relative_frobenius < 1e-2
-    assert compare(found[1], want[1]).max_abs < 1e-3
+    near(found, want, sums=1e-3)
 
 
 def test_the_older_interface():
@@ -130,9 +129,7 @@ def test_the_older_interface():
     )  # fmt: skip
     for one, other in zip(old, new, strict=True):
         assert torch.equal(one, other)
-    want, want_lse = expected(case, 512, True, 0.1)
-    assert compare(new[0], want).relative_frobenius < 1e-2
-    assert compare(new[1], want_lse).max_abs < 1e-4
+    near(new, expected(case, 512, True, 0.1))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -147,14 +144,20 @@ def test_the_newest_arguments(batch_invariant):
             *case.values(), 64, metadata, None, 0.1, True, False, *sparse, out, batch_invariant
         )
         assert found.data_ptr() == out.data_ptr()
-        want, want_lse = expected(case, 64, True, 0.1)
-        assert compare(out, want).relative_frobenius < 1e-2
-        assert compare(lse, want_lse).max_abs < 1e-4
+        near((out, lse), expected(case, 64, True, 0.1))
         out.zero_()
     with pytest.raises(InvalidArgumentError, match="enable_batch_invariant"):
         flash_mla_with_kvcache(
             *case.values(), 64, metadata, causal=True, enable_batch_invariant=not batch_invariant
         )
+
+
+def output_of(folder: Path, *arguments: str) -> list[str]:
+    """What Python prints with a folder on its path."""
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])}
+    command = [sys.executable, *arguments]
+    options: dict[str, Any] = {"cwd": folder, "env": os.environ | environment, "text": True}
+    return subprocess.check_output(command, **options).split()
 
 
 @pytest.mark.parametrize("as_module", [True, False])
@@ -166,12 +169,8 @@ def test_standing_in_for_the_module(tmp_path, as_module):
         "print(flash_mla_with_kvcache.__module__, sys.argv[1:])\n"
     )
     run = ["-m", "engine"] if as_module else [str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "mla_var3.integrations.flash_mla", *run, "--flag"],
-        capture_output=True, text=True, check=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
-    )  # fmt: skip
-    assert done.stdout.split() == ["mla_var3.integrations.flash_mla", "['--flag']"]
+    said = output_of(tmp_path, "-m", "mla_var3.integrations.flash_mla", *run, "--flag")
+    assert said == ["mla_var3.integrations.flash_mla", "['--flag']"]
 
 
 def test_a_file_of_its_name_stands_in_for_the_module(tmp_path):
@@ -180,76 +179,57 @@ def test_a_file_of_its_name_stands_in_for_the_module(tmp_path):
     (tmp_path / "flash_mla.py").write_text(lines)
     assert lines in (ROOT / "docs" / "serving.md").read_text()
     code = "import flash_mla.flash_mla_interface; print(flash_mla.get_mla_metadata.__module__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
-    )  # fmt: skip
-    assert done.stdout.split() == ["mla_var3.integrations.flash_mla"]
+    assert output_of(tmp_path, "-c", code) == ["mla_var3.integrations.flash_mla"]
 
 
 def pages(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(3, *sizes, dtype=dtype)
 
 
+def fp8(width: int, h_k: int = 1, **more: Any) -> dict[str, Any]:
+    """Arguments of a call on an fp8 cache."""
+    return {"is_fp8_kvcache": True, "k_cache": pages(64, h_k, width, dtype=torch.uint8), **more}
+
+
+E4M3_QUERIES = torch.zeros(1, 1, 2, 72).to(E4M3)
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"indices": torch.zeros(1, 1, 1)}, UnsupportedError, "indices: expected None"),
-        ({"attn_sink": torch.zeros(1)}, UnsupportedError, "attn_sink: expected None"),
-        ({"is_fp8_kvcache": True}, InvalidArgumentError, "k_cache: expected dtype torch.uint8"),
-        ({"descale_k": torch.ones(1)}, InvalidArgumentError, "descale_k: expected None"),
+        ({"is_fp8_kvcache": True}, "k_cache: expected dtype torch.uint8"),
+        ({"descale_k": torch.ones(1)}, "descale_k: expected None"),
+        (fp8(73), r"k_cache: expected rows of 72 \(fp8\), "),
         (
-            {"is_fp8_kvcache": True, "k_cache": pages(64, 1, 73, dtype=torch.uint8)},
-            InvalidArgumentError,
-            r"k_cache: expected rows of 72 \(fp8\), ",
-        ),
-        (
-            {
-                "is_fp8_kvcache": True,
-                "k_cache": pages(64, 1, 72, dtype=torch.uint8),
-                "q": torch.zeros(1, 1, 2, 72).to(E4M3),
-                "descale_q": 0.5,
-            },
-            InvalidArgumentError,
+            fp8(72, q=E4M3_QUERIES, descale_q=0.5),
             "descale_q: expected a tensor of one element, got float",
         ),
         (
-            {
-                "is_fp8_kvcache": True,
-                "k_cache": pages(64, 1, 72, dtype=torch.uint8),
-                "descale_q": torch.ones(1),
-            },
-            InvalidArgumentError,
+            fp8(72, descale_q=torch.ones(1)),
             "descale_q: expected None beside queries in torch.bfloat16, got a scale",
         ),
-        (
-            {"is_fp8_kvcache": True, "k_cache": pages(64, 2, 84, dtype=torch.uint8)},
-            InvalidArgumentError,
-            r"k_cache: expected h_k of 1 \(fp8_per_token\), got 2",
-        ),
-        ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits: expected None"),
-        (
-            {"tile_scheduler_metadata": 3},
-            InvalidArgumentError,
-            "tile_scheduler_metadata: .* got int",
-        ),
-        ({"q": torch.zeros(1, 2, 3)}, InvalidArgumentError, r"q: expected \[b, s, h, k\+p\]"),
-        ({"q": torch.zeros(1, 1, 2, 72)}, InvalidArgumentError, "q: expected dtype torch.bfloat16"),
-        ({"head_dim_v": 73}, InvalidArgumentError, r"head_dim_v: expected .* k\+p=72, got 73"),
-        ({"k_cache": pages(64, 1, 71)}, InvalidArgumentError, r"k_cache: expected \[.* k\+p=72\]"),
+        (fp8(84, 2), r"k_cache: expected h_k of 1 \(fp8_per_token\), got 2"),
+        ({"num_splits": torch.zeros(1)}, "num_splits: expected None"),
+        ({"tile_scheduler_metadata": 3}, "tile_scheduler_metadata: .* got int"),
+        ({"q": torch.zeros(1, 2, 3)}, r"q: expected \[b, s, h, k\+p\]"),
+        ({"q": torch.zeros(1, 1, 2, 72)}, "q: expected dtype torch.bfloat16"),
+        ({"head_dim_v": 73}, r"head_dim_v: expected .* k\+p=72, got 73"),
+        ({"k_cache": pages(64, 1, 71)}, r"k_cache: expected \[.* k\+p=72\]"),
         (
             {"k_cache": pages(64, 2, 72), "out": torch.zeros(1, 1, 2, 64).bfloat16()},
-            InvalidArgumentError,
             "out: expected None with h_k=2",
         ),
-        ({"k_cache": pages(32, 1, 72)}, InvalidArgumentError, "k_cache: .* multiple of 64, got 32"),
-        ({"k_cache": pages(64, 3, 72)}, InvalidArgumentError, "k_cache: .* divides h=2, got 3"),
-        ({"block_table": None}, InvalidArgumentError, "block_table: expected a tensor"),
-        ({"cache_seqlens": None}, InvalidArgumentError, "cache_seqlens: expected a tensor"),
+        ({"k_cache": pages(32, 1, 72)}, "k_cache: .* multiple of 64, got 32"),
+        ({"k_cache": pages(64, 3, 72)}, "k_cache: .* divides h=2, got 3"),
+        ({"block_table": None}, "block_table: expected a tensor"),
+        ({"cache_seqlens": None}, "cache_seqlens: expected a tensor"),
     ],
 )
-def test_what_is_refused(changes, error, message):
+def test_what_is_refused(changes, message):
     case = make_case([20], 1, 2, 1, width=72, dtype=torch.bfloat16)
-    given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": FlashMLASchedMeta(), **changes}
-    with pytest.raises(error, match=message):
-        flash_mla_with_kvcache(**given)
+    given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": FlashMLASchedMeta()}
+    with pytest.raises(InvalidArgumentError, match=message):
+        flash_mla_with_kvcache(**given | changes)
+    for name in ("indices", "attn_sink"):
+        with pytest.raises(UnsupportedError, match=f"{name}: expected None"):
+            flash_mla_with_kvcache(**given, **{name: torch.zeros(1)})

@@ -10,7 +10,7 @@ from mla_var3.attention.merge import merge_partials
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.integrations import paged
 
-from .paged_support import SCALE, Batch, H, K
+from .paged_support import Batch, H, K
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,7 @@ from .paged_support import SCALE, Batch, H, K
 def test_packed_queries(counts, lengths):
     batch = Batch(counts, lengths)
     output, lse = batch.attend(return_lse=True)
-    expected, expected_lse = batch.expected()
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
+    batch.require(output, lse)
     assert lse.shape == output.shape[:2]
     if len(set(counts)) == 1:  # the same without offsets
         uniform, none = batch.attend(query_start_loc=None)
@@ -35,11 +33,9 @@ def test_packed_queries(counts, lengths):
 def test_block_tables_lie_in_any_order(step):
     """Such as a view of `[max_pages, b]`, or of every second entry."""
     batch = Batch([3, 1, 7], [70, 1, 130])
-    expected, _ = batch.expected()
     batch.table = batch.table.t().repeat_interleave(step, 0)[::step].t()
     assert not batch.table.is_contiguous()
-    output, _ = batch.attend()
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
+    batch.require(batch.attend()[0])
 
 
 def test_a_cache_in_8_bits():
@@ -51,22 +47,16 @@ def test_a_cache_in_8_bits():
     scale = torch.ones(())
     pages = paged.Pages.of(batch.cache, K, scale)
     scale.fill_(0.25)
-    output, lse = paged.paged_attention(
-        batch.q[..., :K], batch.q[..., K:], pages, batch.table, batch.lengths, scale=SCALE,
-        max_q=2, query_start_loc=batch.starts, return_lse=True,
-    )  # fmt: skip
-    expected, expected_lse = batch.expected()
-    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-2, rtol=1e-2)
+    output, lse = batch.attend(pages=pages, return_lse=True)
+    batch.require(output, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), batch.expected()[1], atol=1e-2, rtol=1e-2)
 
 
 def test_trees():
     batch = Batch([3, 3], [65, 3])
     tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2, dtype=torch.bool)
-    expected, _ = batch.expected(tree)
     for starts in (batch.starts, None):
-        output, _ = batch.attend(tree_mask=tree, query_start_loc=starts)
-        torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
+        batch.require(batch.attend(tree_mask=tree, query_start_loc=starts)[0], tree=tree)
 
 
 def test_rows_of_no_request_are_left_untouched():
@@ -75,7 +65,7 @@ def test_rows_of_no_request_are_left_untouched():
     output, lse = batch.attend(out=out, return_lse=True)
     assert output is out and lse.shape == (6, H)
     assert torch.equal(out[3:], torch.full((3, H, K), 7.0))
-    torch.testing.assert_close(out[:3].double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+    batch.require(out[:3])
 
 
 def test_requests_without_queries_as_graphs_are_padded_with():
@@ -83,16 +73,14 @@ def test_requests_without_queries_as_graphs_are_padded_with():
     batch.table = torch.cat([batch.table, torch.zeros_like(batch.table)])
     batch.lengths = torch.cat([batch.lengths, torch.tensor([0, 1], dtype=torch.int32)])
     batch.starts = torch.cat([batch.starts, batch.starts[-1:].repeat(2)])
-    output, _ = batch.attend()
-    torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+    batch.require(batch.attend()[0])
 
 
 @pytest.mark.parametrize("starts", [True, False], ids=["packed", "uniform"])
 def test_head_major_queries(starts):
     batch = Batch([2, 2], [65, 70])
     given = {} if starts else {"query_start_loc": None}
-    output, _ = batch.attend(q_latent=batch.head_major(), **given)
-    torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+    batch.require(batch.attend(q_latent=batch.head_major(), **given)[0])
 
 
 @pytest.mark.parametrize("shards", [2, 3])
@@ -105,16 +93,13 @@ def test_shards_merge_to_the_whole(shards):
         )
         for shard in range(shards)
     ]
-    output, lse = merge_partials(partials)
-    expected, expected_lse = batch.expected()
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
+    batch.require(*merge_partials(partials))
 
 
 def test_batch_invariant_results_are_those_of_the_request_alone():
     batch = Batch([4, 1, 3], [130, 1, 66])
     output, lse = batch.attend(batch_invariant=True, return_lse=True)
-    torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+    batch.require(output)
     for request in range(3):
         own = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
         alone, alone_lse = batch.only(request).attend(batch_invariant=True, return_lse=True)
@@ -184,22 +169,18 @@ def test_warm_up_of_nothing(sizes, message):
         paged.warm_up(**{"h": 16, "max_q": 1, "device": "cpu", **sizes})
 
 
-def test_the_latent_width_of_pages():
-    with pytest.raises(InvalidArgumentError, match="k: expected a positive integer, got -1"):
-        paged.Pages.of(torch.zeros(2, 64, 576), -1)
-    with pytest.raises(InvalidArgumentError, match="k: expected a positive integer, got 'k'"):
-        paged.Pages.of(torch.zeros(2, 64, 576), "k")  # type: ignore[arg-type]
-    for shape in ((2, 64, 500), (64, 576)):
-        with pytest.raises(InvalidArgumentError, match=r"cache: expected \[blocks, page, 512\+p\]"):
-            paged.Pages.of(torch.zeros(shape))
-    with pytest.raises(InvalidArgumentError, match="cache: expected a tensor, got list"):
-        paged.Pages.of([1])  # type: ignore[arg-type]
-
-
-def test_the_scale_of_pages_is_a_tensor():
-    cache = torch.zeros(2, 64, 576, dtype=torch.uint8)
-    with pytest.raises(InvalidArgumentError, match="scale: expected one float32 .* got float"):
-        paged.Pages.of(cache, K, 0.5)
+def test_wrong_pages():
+    rows = torch.zeros(2, 64, 576)
+    for given, message in (
+        ((rows, -1), "k: expected a positive integer, got -1"),
+        ((rows, "k"), "k: expected a positive integer, got 'k'"),
+        ((rows[..., :500],), r"cache: expected \[blocks, page, 512\+p\]"),
+        ((rows[0],), r"cache: expected \[blocks, page, 512\+p\]"),
+        (([1],), "cache: expected a tensor, got list"),
+        ((rows.byte(), K, 0.5), "scale: expected one float32 .* got float"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            paged.Pages.of(*given)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])

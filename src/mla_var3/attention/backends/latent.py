@@ -1,36 +1,25 @@
 """The backend of kernels that attend over latent rows, for dense, paged and ragged batches.
 
-Such a kernel is a function
-
-    attend(operands: LatentOperands, options: LatentOptions) -> Launch | None
-
-on the tensors of one call (`kernel/cute_python/mla/latent/operands.py`). It writes `o_latent` and
-`lse`, and may return a `Launch` that repeats the call on other tensors of the same call key. A
-kernel of the package offers `attend` in its version module, and beside it
-`unsupported(shape: CallShape) -> str | None`.
+Such a kernel is a function `attend(operands, options)`, see `LatentKernel`, on the tensors of one
+call (`kernel/cute_python/mla/latent/operands.py`). It writes `o_latent` and `lse`, and may return a
+`Launch` that repeats the call on other tensors of the same call key. A kernel of the package offers
+`attend` in its version module, and beside it `unsupported(shape: CallShape) -> str | None`.
 
 A kernel may also run the projections around the attention in the same launch. It then offers
-`whole`, an object or module with
-
-    serves(projections: ProjectionOperands) -> bool
-    attend(projections, operands, options) -> Launch | None
-
-`serves` refuses widths, layouts or counts of queries that its projection kernels are not made for;
-then torch does the projections. `serves` looks at the tensors of the call alone, so results do not
-depend on whether a call was seen before.
+`whole`, a `WholeKernel`: an object or module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.shape import FLOAT32, PARTIAL, UNALIGNED, CallShape, refusal_of
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -61,33 +50,29 @@ launches nothing, when a pointer is not aligned."""
 class Launch(Protocol):
     """Repeats a call on tensors that differ from the first ones only in their pointers.
 
-    Attributes:
-        workspace: bytes of each operand that is workspace, by name.
+    `workspace` are the bytes of each operand that is workspace, by name.
     """
 
     workspace: Mapping[str, int]
 
     def stream(self) -> int | None:
-        """The stream that it would launch on now; None when it cannot launch now.
-
-        Another current device or a capture forbids it.
-        """
+        """The stream that it would launch on now; None on another device or in a capture."""
 
     def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[StreamLaunch, Any]:
-        """The launch on the current stream.
+        """What takes pointers and launches on the current stream, and what to keep alive for it.
 
-        Args:
-            names: the operand that each pointer of a launch is for; unknown names are ignored, and
-                the last of two equal ones counts.
-            fixed: pointers that stay, by operand.
-
-        Returns:
-            What takes the pointers and launches, and an object to keep alive as long as it is used.
+        The pointers are for the operands of these names; unknown ones are ignored, and the last of
+        two equal ones counts. Those of the `fixed` operands stay.
         """
 
 
 class WholeKernel(Protocol):
-    """The projections and the attention in one launch; see the module."""
+    """The projections and the attention in one launch.
+
+    `serves` refuses widths, layouts or counts of queries that its projection kernels are not made
+    for; then torch does the projections. It looks at the tensors of the call alone, so results do
+    not depend on whether a call was seen before.
+    """
 
     def serves(self, projections: ProjectionOperands) -> bool:
         """Whether the projections of a call are its own."""
@@ -99,19 +84,12 @@ class WholeKernel(Protocol):
 
 
 LatentKernel = Callable[[LatentOperands, LatentOptions], Launch | None]
-Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
+Attended = tuple[Tensor, Tensor, Launch | None]
 """Output, LSE and, where the kernel took every tensor as it was, the launch."""
 
 
 class LatentBackend:
-    """A backend around such a kernel.
-
-    Attributes:
-        kernel, language: its id.
-        runs_on_cpu: whether it takes CPU tensors.
-        targets: architectures that it serves; None for all.
-        cache_formats: formats of 8-bit caches that it reads.
-    """
+    """A backend around such a kernel."""
 
     def __init__(
         self,
@@ -127,58 +105,40 @@ class LatentBackend:
         sliding_window: bool = False,
         cache_formats: Sequence[str] = (),
     ) -> None:
-        """Wrap a kernel; with a kernel id its functions are found in its module when needed.
+        """Wrap a kernel, None for one of the package, whose module is imported when it is needed.
 
-        Args:
-            kernel: its id.
-            language: likewise.
-            attend: the kernel; None for one of the package.
-            unsupported: why it cannot serve a call shape; None when it can.
-            runs_on_cpu: see the class.
-            targets: likewise.
-            kernel_id: id of a kernel of the package.
-            whole: the kernel with its projections, see the module.
-            sliding_window: whether it obeys `LatentOptions.sliding_window`.
-            cache_formats: 8-bit formats that it reads.
+        It serves targets (None for all), 8-bit formats and perhaps sliding windows as said here. Of
+        the others `unsupported` says why it cannot serve a call shape.
         """
-        self.kernel = kernel
-        self.language = language
-        self.runs_on_cpu = runs_on_cpu
-        self.targets = targets
-        self.cache_formats = tuple(cache_formats)
-        self._attend_fn = attend
-        self._whole = whole
-        self._unsupported = unsupported
-        self._kernel_id = kernel_id
-        self._sliding_window = sliding_window
+        self.kernel, self.language = kernel, language
+        self.runs_on_cpu, self.targets = runs_on_cpu, targets
+        self.cache_formats, self._sliding_window = tuple(cache_formats), sliding_window
+        self._attend_fn, self._whole = attend, whole
+        self._unsupported, self._kernel_id = unsupported, kernel_id
 
     @classmethod
     def of_package(cls, kernel: KernelId) -> LatentBackend:
         """The backend of a kernel version of the package; nothing is imported yet."""
-        targets = declared_targets(kernel)
         return cls(
-            kernel.full_name, kernel.language, None, targets=targets, kernel_id=kernel,
-            sliding_window=True,
-            cache_formats=FP8_FORMATS,
+            kernel.full_name, kernel.language, None, targets=declared_targets(kernel),
+            kernel_id=kernel, sliding_window=True, cache_formats=FP8_FORMATS,
         )  # fmt: skip
 
     def missing(self) -> str | None:
         return None if self._kernel_id is None else missing_language(self.language)
 
     def unsupported(self, shape: CallShape) -> str | None:
-        refused = shape.refused_cache(self.cache_formats)
+        windowed = shape.sliding_window is not None
+        reasons = {
+            FLOAT32: shape.dtype == "float32",
+            UNALIGNED: not shape.aligned,
+            "a sliding window": windowed and not self._sliding_window,
+            "a tree mask of 2**31 entries or more": shape.tree and shape.b * shape.s**2 > MOST,
+            f"a tree of tokens in {PARTIAL}": shape.partial and shape.tree,
+        }
+        refused = shape.refused_cache(self.cache_formats) or refusal_of(reasons)
         if refused is not None:
             return refused
-        if shape.dtype == "float32":
-            return "float32; it takes bfloat16 and float16"
-        if not shape.aligned:
-            return "cache rows that are not 16-byte aligned"
-        if shape.sliding_window is not None and not self._sliding_window:
-            return "a sliding window"
-        if shape.tree and shape.b * shape.s * shape.s > MOST:
-            return "a tree mask of 2**31 entries or more"
-        if shape.partial and shape.tree:
-            return "a tree of tokens in a cache that holds a part of each request (total_lengths)"
         if self._kernel_id is not None:
             if missing_language(self.language):
                 return None  # the shape alone says nothing against it
@@ -189,17 +149,13 @@ class LatentBackend:
             return None if refuses is None else refuses(shape)
         return self._unsupported(shape)
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse, _ = self.run_repeatable(task)
-        return output, lse
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
+        return self.run_repeatable(task)[:2]
 
     def run_repeatable(self, task: AttentionTask, sms: int = 0, overlap: str = "") -> Attended:
         """Output, LSE and, where the kernel took every tensor as it was, the launch.
 
-        Args:
-            task: the call.
-            sms: SMs to use, see `LatentOptions`.
-            overlap: which of two calls at the same time this is, see `LatentOptions`.
+        For `sms` and `overlap` see `LatentOptions`.
         """
         attend = self._resolve()
         taken = _taken(task)
@@ -229,7 +185,8 @@ class LatentBackend:
             return out, operands.lse, launch if taken.same else None
         project_heads(task.q, task.w_uk, q_latent)
         launch = attend(operands, options)
-        if not taken.same or (whole is not None and not _are_aligned(projections)):
+        aligned = all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in projections)
+        if not taken.same or (whole is not None and not aligned):
             launch = None  # the next call of this key may project in the kernel's launch
         return project_heads(operands.o_latent, task.w_uv, out), operands.lse, launch
 
@@ -257,15 +214,14 @@ def _run_latent(
 
 
 def _operands(
-    task: AttentionTask, taken: _Taken, q_latent: torch.Tensor, out: torch.Tensor | None = None
+    task: AttentionTask, taken: _Taken, q_latent: Tensor, out: Tensor | None = None
 ) -> LatentOperands:
-    cache = task.cache
     return LatentOperands.allocate(
         task.q.shape[:-1],
         q_latent,
         taken.q_rope,
-        cache.latent,
-        None if taken.q_rope is None else cache.rope,
+        task.cache.latent,
+        None if taken.q_rope is None else task.cache.rope,
         taken.lengths,
         taken.block_table,
         taken.total_lengths,
@@ -277,22 +233,16 @@ def _operands(
     )
 
 
-def project_heads(
-    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def project_heads(rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply every head's rows with the head's weight, in one batched product without a copy.
 
-    Args:
-        rows: `[..., h, x]`.
-        weight: `[h, x, y]`.
-        out: `[..., h, y]`; None for a new tensor, which is contiguous.
+    Rows are `[..., h, x]`, weights `[h, x, y]`; the result is `[..., h, y]`, `out` or contiguous.
     """
     *leading, h, width = rows.shape
     count, columns = math.prod(leading), weight.shape[2]
-    if out is None or not out.is_contiguous():
+    result = out
+    if result is None or not result.is_contiguous():
         result = rows.new_empty((*leading, h, columns))
-    else:
-        result = out
     by_head = rows.reshape(count, h, width).transpose(0, 1)
     torch.bmm(by_head, weight, out=result.view(count, h, columns).transpose(0, 1))
     return result if out is None or out is result else out.copy_(result)
@@ -307,24 +257,23 @@ def missing_language(language: str) -> str | None:
     return None if found else f"the package {LANGUAGE_DISTRIBUTIONS[language]} is not installed"
 
 
-@dataclass(frozen=True)
-class _Taken:
+class _Taken(NamedTuple):
     """The parts of a call as kernels take them.
 
     Attributes:
-        q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
-            `boxed_rows` takes them; None where p is 0.
+        q_rope: rows at equal distances, or (latent queries) as `boxed_rows` takes them; None where
+            p is 0.
         block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
         scales: of an 8-bit cache, `[pages, page]` or `[1]`; None in 16 bits.
         same: whether all of them are the caller's own memory.
     """
 
-    q_rope: torch.Tensor | None
-    block_table: torch.Tensor | None
-    lengths: torch.Tensor
-    total_lengths: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    scales: torch.Tensor | None
+    q_rope: Tensor | None
+    block_table: Tensor | None
+    lengths: Tensor
+    total_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    scales: Tensor | None
     same: bool
 
 
@@ -337,12 +286,13 @@ def _taken(task: AttentionTask) -> _Taken:
         else:
             rope = _equal_rows(task.q_rope)
         q_rope, same = _unless_copied(task.q_rope, rope)
-    indices: list[torch.Tensor | None] = []
+    indices: list[Tensor | None] = []
     for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
         if index is None:
             indices.append(None)
             continue
-        taken, unchanged = _unless_copied(index, _dense_inside(index))
+        dense = index if index.stride(-1) == 1 else index.contiguous()
+        taken, unchanged = _unless_copied(index, dense)
         indices.append(taken)
         same = same and unchanged
     table, lengths, total, bounds = indices
@@ -356,13 +306,9 @@ def _taken(task: AttentionTask) -> _Taken:
     return _Taken(q_rope, table, lengths, total, bounds, scales, same)
 
 
-def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def _unless_copied(given: Tensor, taken: Tensor) -> tuple[Tensor, bool]:
     """What is taken, and whether it is the memory that was given."""
     return taken, given.data_ptr() == taken.data_ptr()
-
-
-def _are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
 def _row_distance(sizes: Sequence[int], strides: Sequence[int], alone: int) -> int | None:
@@ -378,7 +324,7 @@ def _row_distance(sizes: Sequence[int], strides: Sequence[int], alone: int) -> i
     return distance
 
 
-def _are_whole(q: torch.Tensor, *distances: int) -> bool:
+def _are_whole(q: Tensor, *distances: int) -> bool:
     """Whether rows of stride 1 at these distances do not overlap and start at 16 bytes."""
     width, size = q.shape[-1], q.element_size()
     return q.stride(-1) == 1 and all(
@@ -386,7 +332,7 @@ def _are_whole(q: torch.Tensor, *distances: int) -> bool:
     )
 
 
-def _equal_rows(q: torch.Tensor) -> torch.Tensor:
+def _equal_rows(q: Tensor) -> Tensor:
     """The queries with their rows at equal distances, the stride of h; copied if need be."""
     distance = _row_distance(q.shape[:-1], q.stride()[:-1], q.shape[-1])
     if distance is None or not _are_whole(q, distance):
@@ -396,15 +342,11 @@ def _equal_rows(q: torch.Tensor) -> torch.Tensor:
     return _aligned(q)
 
 
-def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
+def boxed_rows(q: Tensor, any_heads: bool = False) -> Tensor:
     """The queries with one distance for heads and one for tokens; copied if need be.
 
     Head-major queries, views of `[h, tokens, width]`, stay where they are, if the kernel's copies
-    can take boxes of their heads and tokens (`can_box`).
-
-    Args:
-        q: the queries.
-        any_heads: whether the kernel reads them for any number of heads, as that for 8-bit caches.
+    can take boxes of their heads and tokens: `can_box`, or any number (8-bit caches).
     """
     h = q.shape[-2]
     distance = _row_distance(q.shape[:-2], q.stride()[:-2], 0)
@@ -414,18 +356,13 @@ def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
     return _aligned(q)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def _aligned(tensor: Tensor) -> Tensor:
     offset = tensor.storage_offset() * tensor.element_size()
     if offset % ALIGNMENT_BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _dense_inside(index: torch.Tensor) -> torch.Tensor:
-    """Integers that lie side by side in the last dimension."""
-    return index if index.stride(-1) == 1 else index.contiguous()
-
-
-def is_dense(out: torch.Tensor | None) -> bool:
+def is_dense(out: Tensor | None) -> bool:
     """Whether there is an output that kernels can write as it is: contiguous and aligned."""
     return out is not None and out.is_contiguous() and _aligned(out) is out

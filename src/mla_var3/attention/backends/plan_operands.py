@@ -20,51 +20,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.cache.copies import fill_ring
-from mla_var3.attention.cache.kernels import capturing
+from mla_var3.attention.cache.index import capturing
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready
-from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.shape import CallShape, refusal_of
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.op.mla.cache_formats import FORMATS
-from mla_var3.op.mla.inputs import (
-    MlaInputs,
-    decompress_all,
-    decompress_newest,
-    project_queries,
-)
+from mla_var3.op.mla.inputs import MlaInputs, decompress_all, decompress_newest, project_queries
 from mla_var3.op.mla.window.formats import FP8
 from mla_var3.runtime.stage import Stage
 
-Operands = tuple[torch.Tensor | None, ...]
+Operands = tuple[Tensor | None, ...]
 SMALL_PAGE_STEP = 16
 """Pages that cuTile's latent kernels take are multiples of this (`latent_plan.PAGE_STEP`)."""
 SIZES = ("b", "s", "t", "h", "d", "p", "k", "causal")
 """Fields that every plan has and a call decides."""
-
-
-def build_and_launch(
-    key: Hashable, operands: Operands, build: Callable[[], Stage]
-) -> list[torch.Tensor]:
-    """Build a stage and launch it; returns its outputs."""
-    stage = build()
-    stage.launch()
-    return stage.output_tensors
-
-
-def launch_kept(
-    key: Hashable, operands: Operands, build: Callable[[], Stage]
-) -> list[torch.Tensor]:
-    """Launch a stage that is built once per key; returns its outputs."""
-    from mla_var3.kernel.cute_python.mla.hopper.stage_call import run_stage
-
-    return run_stage(key, operands, build)
 
 
 def plan_of_operands(plan: Any, shape: CallShape, operands: Operands) -> Stage:
@@ -83,10 +62,8 @@ class Service:
             can.
         fields: fields of the plan that a shape decides beside dtype and scale.
         build: makes the stage of a plan on the operands of a call.
-        run: launches the stage of a key on operands, built for them or for earlier ones of the same
-            key; returns its outputs.
         latent: whether the output is latent.
-        runs_on_cpu: whether it takes CPU tensors.
+        runs_on_cpu: whether it takes CPU tensors, as cuTile does; other plans are built once.
         any_queries: whether it takes packed queries, trees and sliding windows.
         cache_formats: 8-bit formats of the cache that it reads.
         any_v: whether values may be wider or narrower than d.
@@ -98,7 +75,6 @@ class Service:
     refusal: Callable[[CallShape], str | None]
     fields: Callable[[CallShape], dict[str, Any]]
     build: Callable[[Any, CallShape, Operands], Stage] = plan_of_operands
-    run: Callable[[Hashable, Operands, Callable[[], Stage]], list[torch.Tensor]] = build_and_launch
     latent: bool = False
     runs_on_cpu: bool = True
     any_queries: bool = False
@@ -115,10 +91,20 @@ class Service:
             return f"a window in {held}; it reads one in {read}"
         return self.refusal(shape)
 
+    def run(self, key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
+        """Launch the stage of a key, built now or for earlier operands; returns its outputs."""
+        if self.runs_on_cpu:
+            stage = build()
+            stage.launch()
+            return stage.output_tensors
+        from mla_var3.kernel.cute_python.mla.hopper.stage_call import run_stage
 
-def sizes_of(shape: CallShape) -> dict[str, Any]:
-    """The sizes of a shape as fields of a plan."""
-    return {name: getattr(shape, name) for name in SIZES}
+        return run_stage(key, operands, build)
+
+
+def sizes_of(shape: CallShape, **more: Any) -> dict[str, Any]:
+    """The sizes of a shape as fields of a plan, and more fields."""
+    return {name: getattr(shape, name) for name in SIZES} | more
 
 
 def needs_q_nope(shape: CallShape) -> str | None:
@@ -139,47 +125,26 @@ def _dense_decompressed(shape: CallShape) -> str | None:
     return needs_q_nope(shape) or ("a paged cache" if shape.page_size is not None else None)
 
 
-def _small_pages_refusal(shape: CallShape) -> str | None:
-    return _page_refusal(shape, SMALL_PAGE_STEP)
-
-
 def _latent_fields(shape: CallShape) -> dict[str, Any]:
-    return {
-        **sizes_of(shape),
-        "page": shape.page_size or 0,
-        "sliding_window": shape.sliding_window or 0,
-        "cache_dtype": shape.cache_dtype,
-    }
+    page, window = shape.page_size or 0, shape.sliding_window or 0
+    return sizes_of(shape, page=page, sliding_window=window, cache_dtype=shape.cache_dtype)
 
 
 def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
     q_latent = task.q if task.w_uk is None else project_heads(task.q, task.w_uk)
     latent, rope, table = _latent_rows(task.cache, 0, shape.t)
-    return (
-        kernel_ready(q_latent),
-        kernel_ready(task.q_rope),
-        latent,
-        rope,
-        kernel_ready(task.cache.lengths),
-        table,
-        None if task.cu_seqlens_q is None else kernel_ready(task.cu_seqlens_q),
-        None if task.tree is None else kernel_ready(task.tree),
-        _cache_scales(task.cache, shape.t),
-    )
+    masks = (None if x is None else kernel_ready(x) for x in (task.cu_seqlens_q, task.tree))
+    rows = kernel_ready(q_latent), kernel_ready(task.q_rope), latent, rope
+    scales = _cache_scales(task.cache, shape.t)
+    return *rows, kernel_ready(task.cache.lengths), table, *masks, scales
 
 
-def _cache_scales(cache: CacheView, t: int) -> torch.Tensor | None:
-    """The scales of an 8-bit cache, where they are beside its rows."""
+def _cache_scales(cache: CacheView, t: int) -> Tensor | None:
     if cache.scales is None:
         return None
     if cache.scales.dim() == 1:
         return kernel_ready(cache.scales)
     return cache.scales if cache.block_table is not None else cache.scales[:, :t]
-
-
-def _mixed_fields(shape: CallShape) -> dict[str, Any]:
-    window = {"n": min(shape.window, shape.t)} if shape.window else {}
-    return {**sizes_of(shape), **window}
 
 
 def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
@@ -194,12 +159,9 @@ def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operand
 
 
 def complete_window(task: AttentionTask, newest: int, most: int) -> None:
-    """Decompress the tokens among the newest that the window lacks after a rollback, in place.
+    """Decompress tokens that the window lacks after a rollback, in place.
 
-    Args:
-        task: the call.
-        newest: newest tokens of a request that the window has to hold.
-        most: the most of them that may be missing.
+    It has to hold the `newest` tokens of each request, of which at most `most` may be missing.
     """
     cache = task.cache
     # A CUDA graph may be replayed after tokens were dropped.
@@ -209,9 +171,7 @@ def complete_window(task: AttentionTask, newest: int, most: int) -> None:
     fill_ring(cache, task.w_uk, task.w_uv, (cache.lengths.long() - newest).clamp(min=0), most)
 
 
-def _straight_window(
-    task: AttentionTask, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _straight_window(task: AttentionTask, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The window in the order that the kernel reads: slot j at position max(len - n, 0) + j.
 
     Slots beyond the length hold NaN, which no kernel reads.
@@ -241,8 +201,9 @@ def _refusal(shape: CallShape) -> str | None:
 def _window_refusal(shape: CallShape) -> str | None:
     reasons = {
         "a cache without a window of decompressed tokens": not shape.window,
-        f"a window of {shape.window} slots; it takes multiples of {PAGE_STEP}": shape.window
-        % PAGE_STEP,
+        f"a window of {shape.window} slots; it takes multiples of {PAGE_STEP}": (
+            shape.window % PAGE_STEP
+        ),
         f"{shape.s} queries over a window of {shape.window} slots, which has to hold them all": (
             shape.causal and shape.s > shape.window
         ),
@@ -250,8 +211,7 @@ def _window_refusal(shape: CallShape) -> str | None:
             shape.prefix and shape.window >= shape.t
         ),
     }
-    found = _refusal(shape)
-    return found or next((reason for reason, holds in reasons.items() if holds), None)
+    return _refusal(shape) or refusal_of(reasons)
 
 
 def _prefix_refusal(shape: CallShape) -> str | None:
@@ -262,9 +222,7 @@ def _prefix_refusal(shape: CallShape) -> str | None:
     return _refusal(shape)
 
 
-def _latent_rows(
-    cache: CacheView, first: int, last: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _latent_rows(cache: CacheView, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Latent rows, rope keys and block table of the slots from `first` to `last`."""
     table, page = cache.block_table, cache.page_size
     if table is None or page is None:
@@ -278,7 +236,8 @@ def _full_copy_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Ope
     cache, t = task.cache, plan.t
     copy = cache.full_copy()
     if copy is None:
-        latent, rope = _all_rows(cache, t)
+        page = cache.page_size or 1
+        latent, rope = (rows[:, :t] for rows in cache.tile(0, -(-t // page) * page))
         keys, values = decompress_all(latent, task.w_uk, task.w_uv)
     else:
         keys, values = (part[:, :, :t] for part in copy)
@@ -287,44 +246,33 @@ def _full_copy_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Ope
     return *queries, keys, values, rope, kernel_ready(cache.lengths)
 
 
-def _all_rows(cache: CacheView, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent rows and rope keys of the first t slots of every request, in order."""
-    page = cache.page_size or 1
-    latent, rope = cache.tile(0, -(-t // page) * page)
-    return latent[:, :t], rope[:, :t]
-
-
 def _window_fields(shape: CallShape) -> dict[str, Any]:
     # A bound on the lengths does not make a window shorter.
-    return {**sizes_of(shape), "t": max(shape.t, shape.window), "n": shape.window}
+    return sizes_of(shape, t=max(shape.t, shape.window), n=shape.window)
 
 
 class MixOperands(NamedTuple):
     """What the plan of a mix reads: decompressed tokens, and the latent ones if there are any."""
 
-    q_nope: torch.Tensor
-    q_rope: torch.Tensor
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-    rope: torch.Tensor | None
-    lengths: torch.Tensor
-    starts: torch.Tensor | None
-    w_uv: torch.Tensor
-    q_latent: torch.Tensor | None = None
-    latent: torch.Tensor | None = None
-    latent_rope: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    latent_lengths: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
+    q_nope: Tensor
+    q_rope: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    rope: Tensor | None
+    lengths: Tensor
+    starts: Tensor | None
+    w_uv: Tensor
+    q_latent: Tensor | None = None
+    latent: Tensor | None = None
+    latent_rope: Tensor | None = None
+    block_table: Tensor | None = None
+    latent_lengths: Tensor | None = None
+    scales: Tensor | None = None
 
-    def stage(self, plan: Any, shape: CallShape, *, seen_by_all: bool, shared: bool) -> Stage:
+    def stage(self, plan: Any, shape: CallShape, *, shared: bool) -> Stage:
         """The stage of a plan on these operands.
 
-        Args:
-            plan: the plan.
-            shape: shape of the call.
-            seen_by_all: whether all queries see all latent tokens.
-            shared: whether the decompressed tokens are those of all requests.
+        The decompressed tokens are a shared prefix, or all queries see all latent tokens.
         """
         from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
         from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
@@ -340,7 +288,7 @@ class MixOperands(NamedTuple):
         if self.q_latent is not None:
             tokens = LatentTokens(
                 self.q_latent, self.q_rope, given.latent, given.latent_rope, given.latent_lengths,
-                self.block_table, seen_by_all=seen_by_all,
+                self.block_table, seen_by_all=not shared,
             )  # fmt: skip
         stage: Stage = plan.plan_parts(tokens, decompressed, self.w_uv, shape.page_size or 0)
         return stage
@@ -367,7 +315,7 @@ def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
 
 
 def _with_latent(
-    operands: MixOperands, task: AttentionTask, first: int, last: int, lengths: torch.Tensor
+    operands: MixOperands, task: AttentionTask, first: int, last: int, lengths: Tensor
 ) -> MixOperands:
     """The operands with the latent tokens in the slots from `first` to `last`."""
     assert task.w_uk is not None
@@ -377,14 +325,6 @@ def _with_latent(
         q_latent=q_latent, latent=latent, latent_rope=rope, block_table=table,
         latent_lengths=lengths,
     )  # fmt: skip
-
-
-def _window_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
-    return MixOperands(*operands).stage(plan, shape, seen_by_all=True, shared=False)  # type: ignore[arg-type]
-
-
-def _prefix_fields(shape: CallShape) -> dict[str, Any]:
-    return {**sizes_of(shape), "t": max(shape.t, shape.prefix), "prefix": shape.prefix}
 
 
 def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
@@ -401,21 +341,13 @@ def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
     return _with_latent(operands, task, plan.prefix, plan.t, own)
 
 
-def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
-    return MixOperands(*operands).stage(plan, shape, seen_by_all=False, shared=True)  # type: ignore[arg-type]
-
-
-def _cute_service(operands: Any, refusal: Any, fields: Any, build: Any, **more: Any) -> Service:
-    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False, **more)
-
-
-def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
-    return {**sizes_of(shape), "v": shape.v}
+def _mix_stage(plan: Any, shape: CallShape, operands: Operands, *, shared: bool) -> Stage:
+    return MixOperands(*operands).stage(plan, shape, shared=shared)  # type: ignore[arg-type]
 
 
 _LATENT = Service(
-    _latent_operands, _small_pages_refusal, _latent_fields, latent=True, any_queries=True,
-    cache_formats=tuple(FORMATS),
+    _latent_operands, partial(_page_refusal, step=SMALL_PAGE_STEP), _latent_fields, latent=True,
+    any_queries=True, cache_formats=tuple(FORMATS),
 )  # fmt: skip
 
 CUTILE_SERVICES: dict[str, Service] = {
@@ -423,28 +355,27 @@ CUTILE_SERVICES: dict[str, Service] = {
     "flash_mla_split_kv": _LATENT,
     "flash_attention": Service(_full_copy_operands, _dense_decompressed, sizes_of),
     "mla_var6_plus": Service(
-        _mixed_operands, _dense_decompressed, _mixed_fields, reads_window=True
+        _mixed_operands,
+        _dense_decompressed,
+        lambda call: sizes_of(call, **({"n": min(call.window, call.t)} if call.window else {})),
+        reads_window=True,
     ),
 }
 """By design: all versions of a design take the same operands."""
 
+_cute_service = partial(Service, runs_on_cpu=False)
+_WINDOW = _window_operands, _window_refusal, _window_fields, partial(_mix_stage, shared=False)
 CUTE_SERVICES: dict[str, Service] = {
     "flash_attention": _cute_service(
-        _full_copy_operands, needs_q_nope, _full_copy_fields, plan_of_operands, any_v=True
+        _full_copy_operands, needs_q_nope, lambda call: sizes_of(call, v=call.v), any_v=True
     ),
-    "mla_var6_plus": _cute_service(
-        _window_operands, _window_refusal, _window_fields, _window_stage, reads_window=True
-    ),
-    "mla_var6_plus_v5": _cute_service(
-        _window_operands,
-        _window_refusal,
-        _window_fields,
-        _window_stage,
-        reads_window=True,
-        window_dtype=FP8.name,
-    ),
+    "mla_var6_plus": _cute_service(*_WINDOW, reads_window=True),
+    "mla_var6_plus_v5": _cute_service(*_WINDOW, reads_window=True, window_dtype=FP8.name),
     "mla_var6_plus_v6": _cute_service(
-        _prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage
+        _prefix_operands,
+        _prefix_refusal,
+        lambda call: sizes_of(call, t=max(call.t, call.prefix), prefix=call.prefix),
+        partial(_mix_stage, shared=True),
     ),
 }
 """By version: each reads other parts of a cache."""

@@ -8,21 +8,30 @@ also run on CPU tensors in the interpreter, for small sizes and only when the ke
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import missing_language, project_heads
 from mla_var3.attention.backends.plan_operands import CUTE_SERVICES, CUTILE_SERVICES, Service
-from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.shape import (
+    BATCH_INVARIANT,
+    FLOAT32,
+    PARTIAL,
+    UNALIGNED,
+    CallShape,
+    refusal_of,
+)
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.attention.select.tuned import best_tilings
-from mla_var3.conf.devices import device_spec
+from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MOST
+from mla_var3.runtime.autotune.history import History, history_path, median_us, tuning_key
+from mla_var3.runtime.autotune.units import Unit, units_of
 from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.paths import KernelId, declared_targets, plan_class
-from mla_var3.runtime.stage import Stage, Tiling, constraint_failures
+from mla_var3.runtime.paths import KernelId, cache_root, declared_targets, plan_class, slug
+from mla_var3.runtime.stage import Stage, Tiling, constraint_failures, tiling_from_dict
 from mla_var3.runtime.workflow import current_device_spec, planning_device
 
 GRID_REQUESTS = 65535
@@ -40,26 +49,10 @@ class PlannedBackend:
     """A backend around one kernel version and its plan."""
 
     def __init__(self, kernel_id: KernelId, service: Service) -> None:
-        """Wrap a kernel version; nothing of it is imported yet."""
-        self._id = kernel_id
-        self._service = service
-
-    @property
-    def kernel(self) -> str:
-        return self._id.full_name
-
-    @property
-    def language(self) -> str:
-        return self._id.language
-
-    @property
-    def runs_on_cpu(self) -> bool:
-        return self._service.runs_on_cpu
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Architectures that it serves."""
-        return declared_targets(self._id)
+        self._id, self._service = kernel_id, service
+        self.kernel, self.language = kernel_id.full_name, kernel_id.language
+        self.runs_on_cpu = service.runs_on_cpu
+        self.targets: tuple[str, ...] | None = declared_targets(kernel_id)
 
     def missing(self) -> str | None:
         return missing_language(self.language)
@@ -70,27 +63,22 @@ class PlannedBackend:
             "different numbers of queries per request": shape.ragged and not any_queries,
             "a tree of tokens": shape.tree and not any_queries,
             "a sliding window": shape.sliding_window is not None and not any_queries,
-            "a cache that holds a part of each request (total_lengths)": shape.partial,
-            "a result that does not depend on the batch (batch_invariant)": shape.batch_invariant,
-            "float32; it takes bfloat16 and float16": shape.dtype == "float32",
-            "cache rows that are not 16-byte aligned": not shape.aligned,
+            PARTIAL: shape.partial,
+            BATCH_INVARIANT: shape.batch_invariant,
+            FLOAT32: shape.dtype == "float32",
+            UNALIGNED: not shape.aligned,
             f"values of width v={shape.v} beside d={shape.d}; it needs v = d": (
                 shape.v != shape.d and not (self._service.latent or self._service.any_v)
             ),
         }
         refusal = shape.refused_cache(self._service.cache_formats) or self._service.refused(shape)
-        if refusal is not None:
-            return refusal
-        for reason, holds in reasons.items():
-            if holds:
-                return reason
-        if self.language == "cutile-dsl" and (refusal := _refused_sizes(shape, self._service)):
-            return refusal
-        if self.missing():
-            return None  # the shape alone says nothing against it
-        return _refusal(self._id, shape)
+        refusal = refusal or refusal_of(reasons)
+        if refusal is None and self.language == "cutile-dsl":
+            refusal = _refused_sizes(shape, self._service)
+        # Where the language is missing, the shape alone says nothing against it.
+        return refusal if refusal or self.missing() else _refusal(self._id, shape)
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         shape, service = task.shape(), self._service
         if task.cu_seqlens_q is not None and task.max_q is None:  # one may have them all
             shape = dataclasses.replace(shape, s=max(1, task.q.shape[0]))
@@ -166,3 +154,52 @@ def _refusal(kernel: KernelId, shape: CallShape) -> str | None:
         if failures:
             return f"these sizes: {'; '.join(failures)}"
     return None
+
+
+# --- the autotuner's histories --------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """A measured kernel time, and where the figure comes from."""
+
+    kernel_us: float
+    source: str
+
+
+def local_result(plan: Any, spec: DeviceSpec) -> Measured | None:
+    """The time of a plan with every choice made, from the autotuner's histories on this machine.
+
+    A history counts when device, toolkit, sources and problem are the same as now. None when a
+    kernel of the plan was not timed for exactly this problem.
+    """
+    total, files = 0.0, []
+    for _, history in _histories(plan, spec):
+        best = history.best()
+        if best is None:
+            return None
+        total += median_us(best)
+        files.append(history.path.name)
+    return Measured(total, f"autotuned here ({', '.join(files)})")
+
+
+def has_histories(spec: DeviceSpec) -> bool:
+    """Whether anything was tuned for a device on this machine."""
+    return (cache_root() / "kernel-autotune" / slug(spec.name)).is_dir()
+
+
+def best_tilings(plan: Any, spec: DeviceSpec) -> dict[str, Tiling]:
+    """The tilings that tuning found on this machine, by kernel name; empty where it found none."""
+    found: dict[str, Tiling] = {}
+    for unit, history in _histories(plan, spec) if has_histories(spec) else ():
+        best = history.best()
+        if best is not None:
+            configs = unit.by_kernel(best["config"])
+            for name, kernel in unit.kernels.items():
+                found[name] = tiling_from_dict(type(kernel.tiling), configs[name])
+    return found
+
+
+def _histories(plan: Any, spec: DeviceSpec) -> Iterator[tuple[Unit, History]]:
+    for unit in units_of(plan.plan(*plan.prepare_inputs("meta"))):
+        key = tuning_key(plan, spec, unit.name, unit.kernels.values())
+        yield unit, History(history_path(plan, spec, key), key)

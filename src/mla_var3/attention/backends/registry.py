@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import LATENT_DESIGNS, LatentBackend
 from mla_var3.attention.backends.plans import PlannedBackend, service_of
@@ -30,23 +30,19 @@ def require_kernel_name(kernel: object) -> None:
 
 
 class Backend(Protocol):
-    """Something that can compute a call."""
+    """Something that can compute a call.
 
-    @property
-    def kernel(self) -> str:
-        """Id of the kernel, as everywhere."""
+    Attributes:
+        kernel: id of the kernel, as everywhere.
+        language: language key, "torch" for the path in PyTorch.
+        runs_on_cpu: whether it takes CPU tensors.
+        targets: architectures that it serves, such as "sm_90"; None for all.
+    """
 
-    @property
-    def language(self) -> str:
-        """Language key, "torch" for the path in PyTorch."""
-
-    @property
-    def runs_on_cpu(self) -> bool:
-        """Whether it takes CPU tensors."""
-
-    @property
-    def targets(self) -> tuple[str, ...] | None:
-        """Architectures that it serves, such as "sm_90"; None for all."""
+    kernel: str
+    language: str
+    runs_on_cpu: bool
+    targets: tuple[str, ...] | None
 
     def missing(self) -> str | None:
         """What this machine lacks to run it; None when nothing is."""
@@ -54,7 +50,7 @@ class Backend(Protocol):
     def unsupported(self, shape: CallShape) -> str | None:
         """Why it cannot serve calls of this shape; None when it can."""
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         """Output and LSE of a call that `unsupported` accepts."""
 
 
@@ -74,10 +70,8 @@ def unregister(kernel: str, language: str) -> None:
     CALL_STATE.clear()
 
 
-def _remove(kernel: str, language: str) -> None:
-    _registered[:] = [
-        known for known in _registered if (known.kernel, known.language) != (kernel, language)
-    ]
+def _remove(*name: str) -> None:
+    _registered[:] = [each for each in _registered if (each.kernel, each.language) != name]
 
 
 def backends() -> list[Backend]:
@@ -100,25 +94,19 @@ def backends() -> list[Backend]:
     order = sorted(kernels, key=lambda kernel: (kernel.number, kernel.language != "cute-dsl"))
     for kernel in order:
         service = service_of(kernel)
-        if service is None:
-            continue
-        planned = PlannedBackend(kernel, service)
-        own.append(planned)
-        if kernel.full_name == SHARED_PREFIX and latent:
-            own.append(GroupedPrefixBackend(planned, latent[0]))
+        if service is not None:
+            planned = PlannedBackend(kernel, service)
+            own.append(planned)
+            if kernel.full_name == SHARED_PREFIX and latent:
+                own.append(GroupedPrefixBackend(planned, latent[0]))
     own.append(TorchTiled())
     return found + [known for known in own if (known.kernel, known.language) not in taken]
 
 
 def named(kernel: str, known: Sequence[Backend]) -> list[Backend]:
-    """The backends that a `kernel` argument means.
+    """Those of the known backends that a `kernel` argument means; `UnknownNameError` for none.
 
-    Args:
-        kernel: "auto", an id such as "flash_mla", or id and language, "flash_mla:cutile-dsl".
-        known: all backends.
-
-    Raises:
-        UnknownNameError: there is none.
+    That is "auto", an id such as "flash_mla", or id and language, "flash_mla:cutile-dsl".
     """
     require_kernel_name(kernel)
     if kernel == AUTO:

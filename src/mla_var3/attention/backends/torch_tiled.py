@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.tokens import ragged_rows
 from mla_var3.attention.cache.view import CacheView
@@ -33,7 +34,7 @@ _SCORE_ELEMENTS = 1 << 25
 _TILE_STEP = 64
 _TILE_MOST = 2048
 
-Tile = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tile = tuple[Tensor, Tensor, Tensor]
 """Keys `[b, g, m, e]`, values `[b, g, m, ev]` (g = 1 or h) and positions int64 `[b, m]`."""
 
 
@@ -46,23 +47,18 @@ class TorchTiled:
     targets: tuple[str, ...] | None = None
 
     def missing(self) -> str | None:
-        """None: PyTorch is always there."""
         return None
 
     def unsupported(self, shape: CallShape) -> str | None:
-        """None: there is nothing it cannot do."""
         return None
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of a call."""
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         if task.batch_invariant:
             return _one_by_one(task)
-        if task.cu_seqlens_q is None:
-            return _attention(task)
-        return _ragged(task)
+        return _attention(task) if task.cu_seqlens_q is None else _ragged(task)
 
 
-def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_by_one(task: AttentionTask) -> tuple[Tensor, Tensor]:
     """Every request alone, so that no product's shape depends on the rest of the batch."""
     b, s = task.cache.requests, task.q.shape[1]
     bounds = [request * s for request in range(b + 1)]
@@ -91,7 +87,7 @@ def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     return _deliver(task, output), lse
 
 
-def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+def _ragged(task: AttentionTask) -> tuple[Tensor, Tensor]:
     """Pads the queries of every request to the same number, and packs the result again."""
     assert task.cu_seqlens_q is not None
     total = task.q.shape[0]
@@ -117,7 +113,7 @@ def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     return _deliver(task, output), lse
 
 
-def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(task: AttentionTask) -> tuple[Tensor, Tensor]:
     cache, dtype = task.cache, task.q.dtype
     sees = task.visibility(task.q.shape[1])
     extent = _extent(cache, task.max_kv)
@@ -128,22 +124,19 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
     partials = [(up_project(latent.to(dtype), task.w_uv), lse)]
     q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]
-    copies = []
-    if cache.k_prefix is not None:
-        copies.append(_prefix_tiles(cache, dtype))
-    if cache.k_new is not None and cache.window_start is not None:
-        copies.append(_ring_tiles(cache, dtype))
-    for tiles in copies:
+    held = {
+        _prefix_tiles: cache.k_prefix is not None,
+        _ring_tiles: cache.k_new is not None and cache.window_start is not None,
+    }
+    for tiles in (make(cache, dtype) for make, there in held.items() if there):
         part, part_lse = _online(q_heads, tiles, sees, task.scale, task.width)
         partials.append((part.transpose(1, 2), part_lse.transpose(1, 2)))
     output, lse = merge_partials(partials)
     return _deliver(task, output), lse
 
 
-def _deliver(task: AttentionTask, output: torch.Tensor) -> torch.Tensor:
-    if task.out is None:
-        return output.to(task.q.dtype)
-    return task.out.copy_(output)
+def _deliver(task: AttentionTask, output: Tensor) -> Tensor:
+    return output.to(task.q.dtype) if task.out is None else task.out.copy_(output)
 
 
 def _extent(cache: CacheView, max_kv: int | None) -> int:
@@ -155,12 +148,12 @@ def _extent(cache: CacheView, max_kv: int | None) -> int:
 
 
 def _attend_latent(
-    q_latent: torch.Tensor,
+    q_latent: Tensor,
     task: AttentionTask,
     sees: Visibility,
     extent: int,
-    window_start: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    window_start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Latent output `[b, s, h, k]` in float32 and its LSE."""
     b, s, h, _ = q_latent.shape
     q = torch.cat([q_latent, task.q_rope], dim=-1).reshape(b, 1, s * h, -1)
@@ -183,8 +176,8 @@ def _latent_tiles(
     skip: int,
     extent: int,
     step: int,
-    window_start: torch.Tensor | None,
-    begin: torch.Tensor | None,
+    window_start: Tensor | None,
+    begin: Tensor | None,
     dtype: torch.dtype,
 ) -> Iterator[Tile]:
     """Latent rows from the shared prefix (`skip`) up to the ring, those in 8 bits dequantised.
@@ -256,25 +249,18 @@ def _prefix_tiles(cache: CacheView, dtype: torch.dtype) -> Iterator[Tile]:
 
 
 def _online(
-    q: torch.Tensor,
+    q: Tensor,
     tiles: Iterator[Tile],
-    sees: Callable[[torch.Tensor], torch.Tensor],
+    sees: Callable[[Tensor], Tensor],
     scale: float,
     width: int,
     heads: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over tiles that come one by one.
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over tiles of KV tokens that come one by one.
 
-    Args:
-        q: `[b, g, r, e]`; with g = 1 the rows are (query, head), else they are the queries.
-        tiles: the KV tokens.
-        sees: positions -> whether each query sees them, `[b, s, m]`.
-        scale: factor on the logits.
-        width: ev, width of the values.
-        heads: heads per query in the rows of g = 1; None for g = h.
-
-    Returns:
-        Normalised output `[b, g, r, ev]` and LSE `[b, g, r]`, float32.
+    The rows of `q`, `[b, g, r, e]`, are the queries, or with g = 1 (query, head), `heads` per
+    query. `sees` says of positions whether each query sees them, `[b, s, m]`; values are `width`
+    wide. Returns the normalised output `[b, g, r, ev]` and the LSE `[b, g, r]`, float32.
     """
     peak = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(peak)
@@ -300,7 +286,7 @@ def _online(
     return output / divisor[..., None], lse
 
 
-def _matmul(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _matmul(rows: Tensor, matrices: Tensor) -> Tensor:
     """`[b, g, r, x] @ [b, g, x, y]` in float32: exact products of the inputs, float32 sums."""
     if rows.is_cuda and rows.dtype is not torch.float32:
         product = torch.bmm(rows.flatten(0, 1), matrices.flatten(0, 1), out_dtype=torch.float32)

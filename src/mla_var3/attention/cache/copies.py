@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.attention.cache.view import CacheView
@@ -20,9 +21,7 @@ from mla_var3.op.mla.window.quantise import E4M3
 from mla_var3.op.product import product
 
 
-def decompress_rows(
-    latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decompress_rows(latent: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
     """Keys `[m, h, d]` and values `[m, h, v]` of latent rows `[m, k]`, in the input dtype."""
     heads, width = w_uk.shape[0], w_uk.shape[1]
     keys = product(latent, w_uk.reshape(heads * width, -1).T)
@@ -30,7 +29,7 @@ def decompress_rows(
     return keys.view(-1, heads, width), values.view(-1, heads, w_uv.shape[2])
 
 
-def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) -> None:
+def copy_row(rows: Tensor, source: Tensor, targets: Tensor) -> None:
     """Copy the row `source`, int64 `[1]`, to the rows where `targets`, bool `[b]`, is true."""
     if rows.dtype.itemsize == 1:  # few operations of torch know e4m3
         rows = rows.view(torch.uint8)
@@ -40,20 +39,20 @@ def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) ->
 
 def _as_bytes(part: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
     """A tensor of one dtype with 8 bits as another; anything else as it is."""
-    return part.view(wanted) if isinstance(part, torch.Tensor) and part.dtype is given else part
+    return part.view(wanted) if isinstance(part, Tensor) and part.dtype is given else part
 
 
 class Window:
     """A ring of the newest tokens of every request, decompressed.
 
     Position x is in slot x % n. The ring of a request holds the positions from `start` to its
-    length; older ones are attended latent. Dropping tokens shortens the range from above.
-    The slots below `start` have been overwritten by the dropped tokens, so the ring stays shorter
-    than n until new tokens come or `refill` decompresses the missing ones again.
+    length; older ones are attended latent. Dropping tokens shortens the range from above. The slots
+    below `start` have been overwritten by the dropped tokens, so the ring stays shorter than n
+    until new tokens come or `refill` decompresses the missing ones again.
 
     Attributes:
-        k_new, v_new: `[b, h, n, d]` and `[b, h, n, v]`; in 8 bits as in `PackedWindow`.
-        scales: those of a ring in 8 bits, see `PackedWindow`; None in 16.
+        k_new, v_new, scales: `[b, h, n, d]` and `[b, h, n, v]`; in 8 bits as in `PackedWindow`,
+            otherwise without scales.
         k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
             slots in their order needs all parts of a token in the same slot.
         start: int32 `[b]`, the oldest position in the ring.
@@ -74,7 +73,7 @@ class Window:
         fp8: bool = False,
     ) -> None:
         """Make an empty ring; one in 8 bits has a multiple of 64 slots."""
-        self.scales: torch.Tensor | None = None
+        self.scales: Tensor | None = None
         if fp8:
             self.k_new, self.v_new, self.scales = PackedWindow.zeros(b, h, n, d, v, device)
         else:
@@ -89,25 +88,19 @@ class Window:
         return {name: _as_bytes(part, E4M3, torch.uint8) for name, part in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The ring, its bytes as what they are."""
-        vars(self).update(
-            {name: _as_bytes(part, torch.uint8, E4M3) for name, part in state.items()}
-        )
+        for name, part in state.items():
+            setattr(self, name, _as_bytes(part, torch.uint8, E4M3))
 
     @property
     def n(self) -> int:
-        """Slots per request."""
         return self.k_new.shape[2]
 
     def decompressed(
-        self, latent: torch.Tensor, leading: Shape, given: Mapping[str, torch.Tensor | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[m, h, d]` and values `[m, h, v]` of new tokens: as given, or from the weights.
+        self, latent: Tensor, leading: Shape, given: Mapping[str, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys `[m, h, d]` and values `[m, h, v]` of new tokens, whose latent rows are `[m, k]`.
 
-        Args:
-            latent: `[m, k]`.
-            leading: dimensions of the tokens in `k_new` and `v_new`, before h and the width.
-            given: `k_new` and `v_new`, or `w_uk` and `w_uv`; the others None.
+        As given in `k_new` and `v_new`, `[*leading, h, ...]`, or from `w_uk` and `w_uv`.
         """
         names = [name for name, value in given.items() if value is not None]
         _, h, _, d = self.k_new.shape
@@ -119,11 +112,8 @@ class Window:
         elif names == ["k_new", "v_new"]:
             shapes = {"k_new": [*leading, ("h", h), ("d", d)], "v_new": [*leading, ("h", h), v]}
         else:
-            raise InvalidArgumentError(
-                "k_new",
-                "k_new and v_new, or w_uk and w_uv, for a cache with a window",
-                ", ".join(names) or "none of them",
-            )
+            expected = "k_new and v_new, or w_uk and w_uv, for a cache with a window"
+            raise InvalidArgumentError("k_new", expected, ", ".join(names) or "none of them")
         dtypes, device = [self.dtype], self.k_new.device
         first, second = (
             require_tensor(name, given[name], shape, dtypes, device)
@@ -135,53 +125,40 @@ class Window:
 
     def write(
         self,
-        requests: torch.Tensor,
-        positions: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rope: torch.Tensor,
-        valid: torch.Tensor,
+        requests: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rope: Tensor,
+        valid: Tensor,
     ) -> None:
-        """Put tokens into their slots; the valid ones must not share a slot.
+        """Put the valid tokens into their slots, which must differ.
 
-        Args:
-            requests: int64 `[m]`.
-            positions: int64 `[m]`.
-            keys: `[m, h, d]`.
-            values: `[m, h, v]`.
-            rope: `[m, p]`.
-            valid: bool `[m]`, which of them to put.
+        Requests and positions are int64 `[m]`, the rows `[m, h, d]`, `[m, h, v]` and `[m, p]`.
         """
-        places = (requests, positions % self.n)
-        _put(self.k_new, self.v_new, self.scales, places, keys, values, valid)
-        masked_put(self.k_rope_new, places, rope, valid)
+        ring = self.k_new, self.v_new, self.scales, self.k_rope_new
+        _put(ring, (requests, positions % self.n), keys, values, rope, valid)
 
-    def grow(self, lengths: torch.Tensor) -> None:
+    def grow(self, lengths: Tensor) -> None:
         """After tokens were written up to `lengths`, int32: the oldest slots hold newer tokens."""
         self.start.clamp_(min=lengths - self.n)
 
-    def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
+    def fork(self, request: Tensor, targets: Tensor) -> None:
         """Copy the ring of one request, int64 `[1]`, to others, bool `[b]`."""
         for part in (self.k_new, self.v_new, self.scales, self.k_rope_new, self.start):
             if part is not None:
                 copy_row(part, request, targets)
 
-    def shrink(self, lengths: torch.Tensor) -> None:
+    def shrink(self, lengths: Tensor) -> None:
         """After tokens at and beyond `lengths`, int32, were dropped."""
         self.start.clamp_(max=lengths)
 
 
-def fill_ring(
-    view: CacheView, w_uk: torch.Tensor, w_uv: torch.Tensor, oldest: torch.Tensor, most: int
-) -> None:
+def fill_ring(view: CacheView, w_uk: Tensor, w_uv: Tensor, oldest: Tensor, most: int) -> None:
     """Decompress tokens that a ring lacks into their slots, in place.
 
-    Args:
-        view: A cache with a ring; its lengths are those that the ring was filled for.
-        w_uk: `[h, d, k]`.
-        w_uv: `[h, k, v]`.
-        oldest: int64 `[b]`, the first position that the ring has to hold, within its slots.
-        most: Host-side bound on the tokens per request that are missing.
+    The lengths of the view are those that its ring was filled for. The ring has to hold the
+    positions from `oldest` on, int64 `[b]`; of each request at most `most` are missing.
     """
     keys, values, starts = view.k_new, view.v_new, view.window_start
     if keys is None or values is None or starts is None or most <= 0:
@@ -192,34 +169,27 @@ def fill_ring(
     latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions, w_uk.dtype))
     requests = torch.arange(start.shape[0], device=start.device)[:, None].expand_as(positions)
     places = (requests.flatten(), (positions % view.window).flatten())
-    new_keys, new_values = decompress_rows(latent, w_uk, w_uv)
-    _put(keys, values, view.window_scales, places, new_keys, new_values, valid)
-    if view.k_rope_new is not None:
-        masked_put(view.k_rope_new, places, rope, valid)
+    ring = keys, values, view.window_scales, view.k_rope_new
+    _put(ring, places, *decompress_rows(latent, w_uk, w_uv), rope, valid)
     lowest = torch.maximum(start - most, oldest)
     starts.copy_(torch.minimum(starts.long(), lowest))
 
 
 def _put(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    places: tuple[torch.Tensor, torch.Tensor],
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    valid: torch.Tensor,
+    ring: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    places: tuple[Tensor, Tensor],
+    new_keys: Tensor,
+    new_values: Tensor,
+    new_rope: Tensor,
+    valid: Tensor,
 ) -> None:
-    """Write tokens into a ring; one in 8 bits, which has scales, rounds them.
+    """Write the valid tokens into a ring of keys, values, scales and rope keys.
 
-    Args:
-        keys: those of the ring.
-        values: likewise.
-        scales: likewise; None in 16 bits.
-        places: request and slot of each token, int64 `[m]`.
-        new_keys: `[m, h, d]`.
-        new_values: `[m, h, v]`.
-        valid: bool `[m]`, which of them to write.
+    `places` are request and slot of each. A ring in 8 bits, which has scales, rounds them.
     """
+    keys, values, scales, rope = ring
+    if rope is not None:
+        masked_put(rope, places, new_rope, valid)
     if scales is None:
         masked_put(keys.transpose(1, 2), places, new_keys, valid)
         masked_put(values.transpose(1, 2), places, new_values, valid)
@@ -232,22 +202,19 @@ def _put(
 class Prefix:
     """The first tokens of all requests, the same for each, decompressed once.
 
-    Attributes:
-        length: tokens.
-        k_prefix, v_prefix: `[h, length, d]` and `[h, length, v]`.
-        k_rope_prefix: `[length, p]`, their rope keys, beside those in the latent cache.
+    Keys and values are `[h, length, d]` and `[h, length, v]`; their rope keys, `[length, p]`, are
+    beside those in the latent cache.
     """
 
     def __init__(
         self, h: int, length: int, d: int, v: int, p: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate a prefix."""
         self.length = length
         self.k_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
         self.v_prefix = torch.zeros((h, length, v), dtype=dtype, device=device)
         self.k_rope_prefix = torch.zeros((length, p), dtype=dtype, device=device)
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor) -> None:
+    def write(self, keys: Tensor, values: Tensor, rope: Tensor) -> None:
         """Fill it with keys `[length, h, d]`, values `[length, h, v]` and rope `[length, p]`."""
         self.k_prefix.copy_(keys.transpose(0, 1))
         self.v_prefix.copy_(values.transpose(0, 1))

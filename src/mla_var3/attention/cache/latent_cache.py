@@ -3,25 +3,20 @@
 All state lives on the device and its pointers stay. `append`, `truncate`, `fork`, `evict` and
 `refill` have fixed shapes and never read back, so a CUDA graph can capture them when their counts
 are tensors on the device. What does not fit is refused on the device too: `append` returns what it
-took, `check` asks the device and raises. On a GPU kernels append and drop tokens (`kernels.py`).
+took, `check` asks the device and raises. On a GPU kernels append and drop tokens (`index.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mla_var3.attention.cache.copies import (
-    Prefix,
-    Window,
-    copy_row,
-    decompress_rows,
-    fill_ring,
-)
-from mla_var3.attention.cache.index import CacheIndex
-from mla_var3.attention.cache.kernels import capturing
+from mla_var3.attention.cache.copies import Prefix, Window, copy_row, decompress_rows, fill_ring
+from mla_var3.attention.cache.index import CacheIndex, capturing
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
 from mla_var3.attention.cache.storage import Storage, stored_as
 from mla_var3.attention.cache.tokens import NewTokens
@@ -38,7 +33,7 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MOST, require_int
 from mla_var3.op.mla.window.formats import FP8
 
-Counts = torch.Tensor | Sequence[int]
+Counts = Tensor | Sequence[int]
 
 
 class LatentCache:
@@ -134,29 +129,28 @@ class LatentCache:
         return {name: part for name, part in vars(self).items() if name != "kept_view"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The cache with views of its own buffer."""
         vars(self).update(state)
         self.kept_view = self._made_view()
 
     # -- the tensors ------------------------------------------------------------------------------
 
     @property
-    def buffer(self) -> torch.Tensor:
+    def buffer(self) -> Tensor:
         """The buffer, `[b, t, ...]` or `[num_pages, page_size, ...]`: k+p columns, or bytes."""
         return self.storage.buffer
 
     @property
-    def c_kv(self) -> torch.Tensor:
+    def c_kv(self) -> Tensor:
         """The latent rows, a view of `buffer`; e4m3 in 8 bits."""
         return self.storage.parts().latent
 
     @property
-    def k_rope(self) -> torch.Tensor:
+    def k_rope(self) -> Tensor:
         """The rope keys, a view of `buffer`."""
         return self.storage.parts().rope
 
     @property
-    def block_table(self) -> torch.Tensor | None:
+    def block_table(self) -> Tensor | None:
         """int32 `[b, max_pages]`; None in a dense cache."""
         return None if self.pages is None else self.pages.block_table
 
@@ -173,24 +167,18 @@ class LatentCache:
 
     def _made_view(self) -> CacheView:
         window, prefix, parts = self.window, self.prefix, self.storage.parts()
-        start = None if window is None else window.start
+        view = CacheView(parts.latent, parts.rope, self.lengths, self.block_table)
+        copies: dict[str, Any] = {"scales": parts.scales}
+        if window is not None:
+            copies |= {name: getattr(window, name) for name in ("k_new", "v_new", "k_rope_new")}
+            copies |= {"window_scales": window.scales, "window_start": window.start}
+        if prefix is not None:
+            names = ("k_prefix", "v_prefix", "k_rope_prefix")
+            copies |= {name: getattr(prefix, name) for name in names}
         if self._has_whole_copy and torch.compiler.is_compiling():
-            start = None  # the way to say that a ring is full to the operators of a traced program
-        view = CacheView(
-            latent=parts.latent,
-            rope=parts.rope,
-            lengths=self.lengths,
-            block_table=self.block_table,
-            k_new=None if window is None else window.k_new,
-            v_new=None if window is None else window.v_new,
-            window_start=start,
-            k_prefix=None if prefix is None else prefix.k_prefix,
-            v_prefix=None if prefix is None else prefix.v_prefix,
-            k_rope_new=None if window is None else window.k_rope_new,
-            k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
-            scales=parts.scales,
-            window_scales=None if window is None else window.scales,
-        )
+            # The way to say that a ring is full to the operators of a traced program.
+            copies["window_start"] = None
+        view = replace(view, **copies)
         whole = window is not None and prefix is None and not self._ring_truncated
         return view.with_whole_ring() if whole else view
 
@@ -201,16 +189,10 @@ class LatentCache:
     # -- changes ----------------------------------------------------------------------------------
 
     @inference
-    def set_prefix(
-        self, latent: torch.Tensor, rope: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
-    ) -> None:
+    def set_prefix(self, latent: Tensor, rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
         """Fill the shared prefix and start every request with it; earlier contents are gone.
 
-        Args:
-            latent: `[prefix, k]`.
-            rope: `[prefix, p]`.
-            w_uk: `[h, d, k]`.
-            w_uv: `[h, k, v]`.
+        Rows are `[prefix, k]` and `[prefix, p]`; weights as for `append`.
         """
         if self.prefix is None:
             raise InvalidArgumentError("prefix", "a cache allocated with prefix > 0", 0)
@@ -230,16 +212,16 @@ class LatentCache:
     @inference
     def append(
         self,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
+        latent: Tensor,
+        rope: Tensor,
         counts: Counts | None = None,
         *,
-        cu_seqlens: torch.Tensor | None = None,
-        k_new: torch.Tensor | None = None,
-        v_new: torch.Tensor | None = None,
-        w_uk: torch.Tensor | None = None,
-        w_uv: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        cu_seqlens: Tensor | None = None,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+        w_uk: Tensor | None = None,
+        w_uv: Tensor | None = None,
+    ) -> Tensor:
         """Add new tokens at the end of every request.
 
         The tokens of a request are taken all or none. None are taken where they would exceed the
@@ -287,20 +269,16 @@ class LatentCache:
         self,
         counts: Counts,
         *,
-        w_uk: torch.Tensor | None = None,
-        w_uv: torch.Tensor | None = None,
+        w_uk: Tensor | None = None,
+        w_uv: Tensor | None = None,
         most: int | None = None,
     ) -> None:
         """Drop the newest tokens of every request, for example rejected drafts.
 
         Pages that hold none of the remaining tokens are free again. The ring keeps what it has of
-        the remaining tokens; with weights it is filled up again by `refill`.
-
-        Args:
-            counts: tokens to drop, int `[b]`; at most the request's own (a shared prefix stays).
-            w_uk: `[h, d, k]`, to fill the ring up.
-            w_uv: `[h, k, v]`.
-            most: with weights, the host-side bound on `counts` for `refill`.
+        the remaining tokens; with weights it is filled up again by `refill`, at most `most` tokens
+        per request. A request loses `counts` tokens, int `[b]`, at most its own (a shared prefix
+        stays).
         """
         dropped = self._counts("counts", counts, MOST)
         if (w_uk is None) is not (w_uv is None):
@@ -314,15 +292,11 @@ class LatentCache:
 
     @inference
     def evict(self, requests: Counts) -> None:
-        """Empty some requests; only a shared prefix stays.
-
-        Args:
-            requests: their indices, int, or a bool mask `[b]`.
-        """
+        """Empty requests, by indices, int, or a bool mask `[b]`; only a shared prefix stays."""
         self._drop(self._mask("requests", requests))
 
     @inference
-    def fork(self, request: int | torch.Tensor, into: Counts) -> None:
+    def fork(self, request: int | Tensor, into: Counts) -> None:
         """Let other requests continue from the tokens of one, for example samples of a prompt.
 
         What the others held is gone. A paged cache copies nothing here: the requests share pages,
@@ -347,10 +321,9 @@ class LatentCache:
             [100, 100, 100, 100]
         """
         if self.index.captured_without_forks:
-            raise UnsupportedError(
-                "fork: expected a first fork before a CUDA graph captures append, got one after"
-            )
-        given = request if isinstance(request, torch.Tensor) else [request]
+            expected = "a first fork before a CUDA graph captures append"
+            raise UnsupportedError(f"fork: expected {expected}, got one after")
+        given = request if isinstance(request, Tensor) else [request]
         source = self._indices("request", given, 1, self.lengths.device)
         source = source.clamp(0, self._shape.b - 1)
         targets = self._mask("into", into)
@@ -368,27 +341,19 @@ class LatentCache:
             numbers.copy_(torch.where(targets, numbers[source], numbers))
 
     @inference
-    def refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None = None) -> None:
+    def refill(self, w_uk: Tensor, w_uv: Tensor, most: int | None = None) -> None:
         """Decompress tokens that dropping others brought back among the newest.
 
-        Args:
-            w_uk: `[h, d, k]`.
-            w_uv: `[h, k, v]`.
-            most: tokens per request to bring back at most; by default a whole ring.
+        At most `most` tokens per request, by default a whole ring; weights as for `append`.
         """
         self._require_refill(w_uk, w_uv, most)
-        if self.window is None:
-            return
-        n = self.window.n
-        oldest = (self.lengths.long() - n).clamp(min=self._shape.prefix)
-        fill_ring(self.view(), w_uk, w_uv, oldest, n if most is None else min(most, n))
+        if self.window is not None:
+            n = self.window.n
+            oldest = (self.lengths.long() - n).clamp(min=self._shape.prefix)
+            fill_ring(self.view(), w_uk, w_uv, oldest, n if most is None else min(most, n))
 
     def read_refused(self, *, reset: bool = True) -> list[int]:
-        """Tokens of each request that did not fit; waits for the device.
-
-        Args:
-            reset: Whether to count from zero again.
-        """
+        """Tokens of each request that did not fit, perhaps to count anew; waits for the device."""
         refused: list[int] = self.refused.tolist()
         if reset:
             self.refused.zero_()
@@ -414,24 +379,21 @@ class LatentCache:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _indices(
-        self, name: str, given: Counts, count: int | None, device: torch.device
-    ) -> torch.Tensor:
+    def _indices(self, name: str, given: Counts, count: int | None, device: torch.device) -> Tensor:
         shape, limits = [("count", count)], (0, self._shape.b - 1, "b-1")
         return index_tensor(name, given, shape, device, torch.int64, limits)
 
-    def _mask(self, name: str, given: Counts) -> torch.Tensor:
+    def _mask(self, name: str, given: Counts) -> Tensor:
         """Requests by their indices or a mask, as bool `[b]`."""
         b, device = self._shape.b, self.lengths.device
-        if isinstance(given, torch.Tensor) and given.dtype is torch.bool:
+        if isinstance(given, Tensor) and given.dtype is torch.bool:
             return require_tensor(name, given, [("b", b)], [torch.bool], device)
         # A mask of a list is made on the host: one copy to the device.
-        on_device = isinstance(given, torch.Tensor)
+        on_device = isinstance(given, Tensor)
         index = self._indices(name, given, None, device if on_device else torch.device("cpu"))
         return (torch.arange(b, device=index.device)[:, None] == index).any(1).to(device)
 
-    def _drop(self, dropped: torch.Tensor) -> None:
-        """Drop tokens, int `[b]`, or all tokens of some requests, bool `[b]`."""
+    def _drop(self, dropped: Tensor) -> None:
         if not self._prefix_filled:
             return  # no request has any, not even the shared prefix, which would stay
         self.index.drop(dropped)
@@ -444,7 +406,7 @@ class LatentCache:
             self._ring_truncated = True
             self.kept_view.forget_whole_ring()
 
-    def _take_back(self, window: Window, taken: torch.Tensor) -> None:
+    def _take_back(self, window: Window, taken: Tensor) -> None:
         """Drop tokens of which only some are in the ring."""
         if capturing(taken):
             return
@@ -454,11 +416,7 @@ class LatentCache:
         window.shrink(self.lengths)
 
     def _new_tokens(
-        self,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        counts: Counts | None,
-        cu_seqlens: torch.Tensor | None,
+        self, latent: Tensor, rope: Tensor, counts: Counts | None, cu_seqlens: Tensor | None
     ) -> NewTokens:
         b, device = self._shape.b, self.lengths.device
         if cu_seqlens is None:
@@ -472,25 +430,25 @@ class LatentCache:
         require_bounds("cu_seqlens", bounds, latent.shape[0])
         return NewTokens([("total", latent.shape[0])], None, bounds, device)
 
-    def _counts(self, name: str, counts: Counts, most: int) -> torch.Tensor:
+    def _counts(self, name: str, counts: Counts, most: int) -> Tensor:
         shape, device = [("b", self._shape.b)], self.lengths.device
-        dtype = counts.dtype if isinstance(counts, torch.Tensor) else torch.int32
+        dtype = counts.dtype if isinstance(counts, Tensor) else torch.int32
         return index_tensor(name, counts, shape, device, dtype, (0, most, ""))
 
     def _require_rows(
-        self, latent: torch.Tensor, rope: torch.Tensor, leading: list[tuple[str, int | None]]
+        self, latent: Tensor, rope: Tensor, leading: list[tuple[str, int | None]]
     ) -> None:
         dtypes, device = [self.storage.dtype], self.buffer.device
         require_tensor("latent", latent, [*leading, ("k", self._shape.k)], dtypes, device)
         sizes = [(label, size) for (label, _), size in zip(leading, latent.shape, strict=False)]
         require_tensor("rope", rope, [*sizes, ("p", self._shape.p)], dtypes, device)
 
-    def _require_refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None) -> None:
+    def _require_refill(self, w_uk: Tensor, w_uv: Tensor, most: int | None) -> None:
         self._require_weights(w_uk, w_uv)
         if most is not None:
             require_int("most", most, minimum=0)
 
-    def _require_weights(self, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
+    def _require_weights(self, w_uk: Tensor, w_uv: Tensor) -> None:
         shape = self._shape
         # Without decompressed parts the widths of the heads are the caller's.
         d, v = (shape.head_dim, shape.value_dim) if shape.heads else (None, None)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.tokens import masked_put
 
 NO_PAGE = -1
 """Block table entry without a page."""
-
-
-class Reserved(NamedTuple):
-    """What `PagePool.reserve` gave.
-
-    Attributes:
-        granted: bool `[b]`, whether the request has pages for its tokens.
-        sources: int32 `[b]`, the page to copy before the first token is written, `NO_PAGE` without
-            one; None where no page has several owners.
-    """
-
-    granted: torch.Tensor
-    sources: torch.Tensor | None
 
 
 class PagePool:
@@ -31,18 +19,14 @@ class PagePool:
     All live on the device and change there, with fixed shapes and no copy to the host, so that a
     CUDA graph can capture every method. After `fork` requests share pages. A request that appends
     to a page with other owners gets a copy of it first. `kernel/cutile/mla/reserve_pages.py` does
-    the same in one kernel each.
-
-    Pages that are given up go onto the stack in the order of requests and blocks, the first on top:
-    dropping tokens and appending as many gives the same pages.
+    the same in one kernel each. Pages that are given up go onto the stack in the order of requests
+    and blocks, the first on top: dropping tokens and appending as many gives the same pages.
 
     Attributes:
-        page_size: tokens per page.
-        num_pages: pages of the whole cache.
+        page_size, num_pages: tokens per page, and pages of the whole cache.
         block_table: int32 `[b, max_pages]`, page of each block of a request or `NO_PAGE`.
         owners: int32 `[num_pages]`, requests that hold each page.
-        free: int32 `[num_pages]`, a stack of free pages; the first `free_count` entries count.
-        free_count: int32 `[1]`.
+        free, free_count: int32 `[num_pages]`, a stack of free pages of which so many, `[1]`, count.
     """
 
     def __init__(
@@ -55,35 +39,29 @@ class PagePool:
         shared_pages: int = 0,
     ) -> None:
         """Make a pool in which the first `shared_pages` pages always belong to all requests."""
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self._shared = shared_pages
-        self.block_table = torch.full((b, max_pages), NO_PAGE, dtype=torch.int32, device=device)
-        self.block_table[:, :shared_pages] = torch.arange(
-            shared_pages, dtype=torch.int32, device=device
-        )
-        self.owners = torch.zeros((num_pages,), dtype=torch.int32, device=device)
+        self.page_size, self.num_pages, self._shared = page_size, num_pages, shared_pages
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.block_table = torch.full((b, max_pages), NO_PAGE, **numbers)
+        self.block_table[:, :shared_pages] = torch.arange(shared_pages, **numbers)
+        self.owners = torch.zeros((num_pages,), **numbers)
         self.owners[:shared_pages] = b
         # The stack is popped from its end: the lowest page goes first.
-        self.free = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device)
-        self.free_count = torch.full(
-            (1,), num_pages - shared_pages, dtype=torch.int32, device=device
-        )
+        self.free = torch.arange(num_pages - 1, -1, -1, **numbers)
+        self.free_count = torch.full((1,), num_pages - shared_pages, **numbers)
 
     def reserve(
-        self, lengths: torch.Tensor, counts: torch.Tensor, most: int, copies: bool = False
-    ) -> Reserved:
-        """Give every request the pages that `counts` more tokens need, as far as pages are left.
+        self, lengths: Tensor, counts: Tensor, most: int, copies: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give every request the pages that more tokens need, as far as pages are left.
 
-        Requests are served in order, each completely or not at all. Once one does not get its
-        pages, no later one gets any.
+        Lengths and counts of tokens to come are int64 `[b]`, at most `most` for each. Requests are
+        served in order, each completely or not at all. Once one does not get its pages, no later
+        one gets any. With `copies` pages may have several owners: a request that would write into
+        such a page gets a new one in its place, to be filled by the caller.
 
-        Args:
-            lengths: int64 `[b]`, tokens that each request has.
-            counts: int64 `[b]`, tokens to come.
-            most: host-side bound on `counts`.
-            copies: whether pages may have several owners. A request that would write into such a
-                page gets a new one in its place, to be filled by the caller.
+        Returns:
+            Whether each request has pages for its tokens, bool `[b]`, and the page to copy before
+            the first token is written, int32 `[b]`, `NO_PAGE` without one; None without `copies`.
         """
         size, device = self.page_size, lengths.device
         requests = torch.arange(lengths.shape[0], device=device)
@@ -109,16 +87,14 @@ class PagePool:
         self.owners.index_add_(0, pages.long(), wanted.flatten().to(torch.int32))
         self.free_count.sub_(wanted.sum().to(torch.int32))
         if not copies:
-            return Reserved(granted, None)
+            return granted, None
         self._disown(last, copied)
-        return Reserved(granted, torch.where(copied, last, NO_PAGE).to(torch.int32))
+        return granted, torch.where(copied, last, NO_PAGE).to(torch.int32)
 
-    def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
-        """Give the pages of one request to others as well; theirs must have been released.
+    def fork(self, request: Tensor, targets: Tensor) -> None:
+        """Give the pages of one request, int64 `[1]`, to others, bool `[b]`, as well.
 
-        Args:
-            request: int64 `[1]`.
-            targets: bool `[b]`, not true for the request itself.
+        Theirs must have been released, and the request itself is not among them.
         """
         columns = torch.arange(self.block_table.shape[1], device=request.device)
         row = self.block_table[request]  # [1, max_pages]
@@ -127,7 +103,7 @@ class PagePool:
         added = (targets.sum() * (columns >= self._shared) * (row[0] != NO_PAGE)).to(torch.int32)
         self.owners.index_add_(0, row[0].long().clamp(min=0), added)
 
-    def release(self, lengths: torch.Tensor) -> None:
+    def release(self, lengths: Tensor) -> None:
         """Take every page beyond the given lengths, int64 `[b]`, from its request.
 
         A page is free again when its last owner has lost it.
@@ -139,17 +115,17 @@ class PagePool:
         self._disown(self.block_table.flatten().long().clamp(min=0), unused.flatten())
         self.block_table.masked_fill_(unused, NO_PAGE)
 
-    def rows(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rows(self, requests: Tensor, positions: Tensor) -> Tensor:
         """Row in the flat buffer of each token, int64; meaningless where no page is held."""
         page = self.pages_at(requests, positions // self.page_size)
         return page * self.page_size + positions % self.page_size
 
-    def pages_at(self, requests: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def pages_at(self, requests: Tensor, columns: Tensor) -> Tensor:
         """Pages at columns of the block table, int64; some page where there is none."""
         columns = columns.clamp(0, self.block_table.shape[1] - 1)
         return self.block_table[requests, columns].long().clamp(min=0)
 
-    def _disown(self, pages: torch.Tensor, lost: torch.Tensor) -> None:
+    def _disown(self, pages: Tensor, lost: Tensor) -> None:
         """Take away one owner per page, int64 `[m]`, where `lost`; free those without any."""
         self.owners.index_add_(0, pages, -lost.to(torch.int32))
         entries = torch.arange(pages.shape[0], device=pages.device)

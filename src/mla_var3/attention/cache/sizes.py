@@ -47,11 +47,9 @@ class CacheSizes:
 
     @property
     def total_bytes(self) -> int:
-        """All parts together."""
         return self.latent_bytes + self.window_bytes + self.prefix_bytes + self.index_bytes
 
     def to_dict(self) -> dict[str, int]:
-        """The fields and their sum, JSON-ready."""
         return {**asdict(self), "total_bytes": self.total_bytes}
 
 
@@ -60,18 +58,15 @@ class CacheShape:
     """The sizes that a cache is allocated by.
 
     Attributes:
-        b: requests.
-        t: slots per request, a multiple of the page size in a paged cache.
+        b, t: requests, and slots of each, a multiple of the page size in a paged cache.
         k, p: latent and rope width.
         row_bytes: bytes of a token in the latent cache.
         element_size: bytes per element of the decompressed parts.
         page_size: tokens per page; None for a dense cache.
         num_pages: pages of all requests; 0 for a dense cache.
-        window: slots of the ring.
+        window, window_form: slots of the ring, and how it is stored.
         prefix: tokens of the shared prefix.
-        heads, head_dim: of the decompressed parts.
-        value_dim: width of their values.
-        window_form: how the ring is stored.
+        heads, head_dim, value_dim: of the decompressed parts.
     """
 
     b: int
@@ -90,7 +85,6 @@ class CacheShape:
     window_form: WindowForm = PLAIN
 
     def sizes(self) -> CacheSizes:
-        """What a cache of this shape takes."""
         token = (self.heads, self.head_dim, self.value_dim, self.p, self.element_size)
         if self.page_size is None:
             rows, index = self.b * self.t, 0
@@ -167,9 +161,8 @@ def _window_form(window: int, window_dtype: str | None) -> WindowForm:
     if window_dtype != FP8.name:
         raise InvalidArgumentError("window_dtype", f"{FP8.name!r} or None", repr(window_dtype))
     if not window or window % PAGE_STEP:
-        raise InvalidArgumentError(
-            "window", f"a positive multiple of {PAGE_STEP} with window_dtype={FP8.name!r}", window
-        )
+        expected = f"a positive multiple of {PAGE_STEP} with window_dtype={FP8.name!r}"
+        raise InvalidArgumentError("window", expected, window)
     return FP8
 
 
@@ -192,9 +185,8 @@ def _paged_shape(
     if page_size % PAGE_STEP:
         raise InvalidArgumentError("page_size", f"a multiple of {PAGE_STEP}", page_size)
     if shape.prefix % page_size:
-        raise InvalidArgumentError(
-            "prefix", f"whole pages, a multiple of page_size={page_size}", shape.prefix
-        )
+        expected = f"whole pages, a multiple of page_size={page_size}"
+        raise InvalidArgumentError("prefix", expected, shape.prefix)
     max_pages, shared = -(-shape.t // page_size), shape.prefix // page_size
     shape = replace(shape, page_size=page_size, t=max_pages * page_size)
     needed = shared + shape.b * (max_pages - shared)
@@ -212,7 +204,6 @@ def _bought(shape: CacheShape, budget_bytes: int, step_bytes: int, least: int) -
     fixed = shape.sizes().total_bytes
     steps = (budget_bytes - fixed) // step_bytes
     if steps < least:
-        raise InvalidArgumentError(
-            "budget_bytes", f"at least {fixed + least * step_bytes} bytes", budget_bytes
-        )
+        expected = f"at least {fixed + least * step_bytes} bytes"
+        raise InvalidArgumentError("budget_bytes", expected, budget_bytes)
     return int(steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.sizes import QUANTISED_FROM, CacheShape
 from mla_var3.attention.cache.tokens import masked_put
@@ -17,19 +18,19 @@ from mla_var3.op.mla.problem import require_scale
 class Parts(NamedTuple):
     """Views of a buffer: latent rows, rope keys and, in 8 bits, scales."""
 
-    latent: torch.Tensor
-    rope: torch.Tensor
-    scales: torch.Tensor | None
+    latent: Tensor
+    rope: Tensor
+    scales: Tensor | None
 
 
 class Storage:
     """Latent rows and rope keys of all tokens.
 
     Attributes:
-        buffer: `[b, t, k+p]`, or paged `[num_pages, page_size, k+p]`; in 8 bits uint8,
-            `[..., bytes of a token]`.
-        format: the format of 8 bits; None in 16.
-        dtype: of the tokens that are written.
+        buffer: `[b, t, k+p]`, or paged `[num_pages, page_size, k+p]`; in 8 bits uint8, with the
+            bytes
+            of a token.
+        format, dtype: the format of 8 bits, None in 16; the dtype of the tokens that are written.
         scale: of the format "fp8", float32 `[1]`; None in others.
     """
 
@@ -38,13 +39,12 @@ class Storage:
         shape: CacheShape,
         dtype: torch.dtype | CacheFormat,
         device: torch.device,
-        scale: float = 1.0,
+        scale: float,
     ) -> None:
-        """Allocate a buffer of zeros."""
         self._widths = shape.k, shape.p
         self.format = dtype if isinstance(dtype, CacheFormat) else None
         self.dtype = QUANTISED_FROM if isinstance(dtype, CacheFormat) else dtype
-        self.scale: torch.Tensor | None = None
+        self.scale: Tensor | None = None
         if self.format is PER_TENSOR:
             self.scale = torch.full((1,), scale, dtype=torch.float32, device=device)
         stored = self.dtype if self.format is None else torch.uint8
@@ -59,16 +59,10 @@ class Storage:
         found = self.format.parts(self.buffer, k, p, self.scale)
         return Parts(found.latent, found.rope, found.scales)
 
-    def put(
-        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, valid: torch.Tensor
-    ) -> None:
-        """Write tokens, in 8 bits rounded.
+    def put(self, slots: Tensor, latent: Tensor, rope: Tensor, valid: Tensor) -> None:
+        """Write the valid tokens, in 8 bits rounded; see `masked_put`.
 
-        Args:
-            slots: int64 `[m]`, counted over all pages or requests; see `masked_put`.
-            latent: `[m, k]`.
-            rope: `[m, p]`.
-            valid: bool `[m]`, which of them to write.
+        Slots are int64 `[m]`, counted over all pages or requests.
         """
         if self.format is None:
             rows = torch.cat([latent, rope], dim=-1)

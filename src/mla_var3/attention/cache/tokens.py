@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class TokenRows:
         counts: int64 `[b]`, tokens of each request.
     """
 
-    requests: torch.Tensor
-    offsets: torch.Tensor
-    valid: torch.Tensor
-    counts: torch.Tensor
+    requests: Tensor
+    offsets: Tensor
+    valid: Tensor
+    counts: Tensor
 
 
-def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.device) -> TokenRows:
+def padded_rows(b: int, m: int, counts: Tensor | None, device: torch.device) -> TokenRows:
     """Rows of a tensor `[b, m, ...]`, of which each request uses the first `counts`."""
     index = torch.arange(b * m, device=device)
     requests, offsets = index // max(m, 1), index % max(m, 1)
@@ -40,7 +41,7 @@ def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.devic
     return TokenRows(requests, offsets, valid, counts)
 
 
-def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
+def ragged_rows(cu_seqlens: Tensor, total: int) -> TokenRows:
     """Rows of a packed tensor `[total, ...]`; request r has rows `cu_seqlens[r]..[r+1]-1`.
 
     Rows at and beyond the last bound belong to no request.
@@ -67,13 +68,13 @@ class NewTokens:
     """
 
     leading: list[tuple[str, int | None]]
-    counts: torch.Tensor | None
-    bounds: torch.Tensor | None
+    counts: Tensor | None
+    bounds: Tensor | None
     device: torch.device
     _rows: TokenRows | None = field(default=None, init=False, repr=False)
 
     @property
-    def given(self) -> torch.Tensor | None:
+    def given(self) -> Tensor | None:
         """What says how many each request has; None for m each."""
         return self.counts if self.bounds is None else self.bounds
 
@@ -86,34 +87,21 @@ class NewTokens:
     def rows(self) -> TokenRows:
         """Request and place of each row; torch needs them, the kernels do not."""
         # No `cached_property`: it locks in Python 3.11, which a compiled program cannot.
-        if self._rows is None:
-            self._rows = self._found_rows()
+        if self._rows is None and self.bounds is not None:
+            self._rows = ragged_rows(self.bounds, self.most)
+        elif self._rows is None:
+            counts = None if self.counts is None else self.counts.long()
+            self._rows = padded_rows(self.leading[0][1] or 0, self.most, counts, self.device)
         return self._rows
 
-    def _found_rows(self) -> TokenRows:
-        if self.bounds is not None:
-            return ragged_rows(self.bounds, self.most)
-        counts = None if self.counts is None else self.counts.long()
-        return padded_rows(self.leading[0][1] or 0, self.most, counts, self.device)
 
+def masked_put(target: Tensor, indices: tuple[Tensor, ...], values: Tensor, valid: Tensor) -> None:
+    """`target[indices] = values` where `valid`, in place.
 
-def masked_put(
-    target: torch.Tensor,
-    indices: tuple[torch.Tensor, ...],
-    values: torch.Tensor,
-    valid: torch.Tensor,
-) -> None:
-    """`target[indices] = values` where `valid`.
-
-    A row that must not be written repeats the first valid one, index and value, which changes
-    nothing; when no row is valid all of them rewrite what the first place holds.
-
-    Args:
-        target: what is written, in place.
-        indices: one int64 tensor `[m]` per leading dimension of `target`; those of valid rows are
-            within bounds and name different places, the others may be anything.
-        values: `[m, ...]`, in any dtype that converts to that of `target`.
-        valid: bool `[m]`.
+    There is one int64 tensor `[m]` of indices per leading dimension of `target`. Those of valid
+    rows are within bounds and name different places, the others may be anything: a row that must
+    not be written repeats the first valid one, index and value, which changes nothing. When no row
+    is valid all of them rewrite what the first place holds.
     """
     count = valid.shape[0]
     if count == 0 or target.numel() == 0:
@@ -134,5 +122,5 @@ def masked_put(
     target.index_put_(places, torch.where(_rows(valid, values), values, anchor_value))
 
 
-def _rows(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _rows(mask: Tensor, like: Tensor) -> Tensor:
     return mask.reshape(-1, *([1] * (like.dim() - 1)))

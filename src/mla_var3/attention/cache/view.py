@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.request.checks import FLOAT_DTYPES, INDEX_DTYPES, require_tensor
 from mla_var3.errors import InvalidArgumentError
@@ -48,19 +49,19 @@ class CacheView:
 
     ring_whole: ClassVar[bool] = False
 
-    latent: torch.Tensor
-    rope: torch.Tensor
-    lengths: torch.Tensor
-    block_table: torch.Tensor | None = None
-    k_new: torch.Tensor | None = None
-    v_new: torch.Tensor | None = None
-    window_start: torch.Tensor | None = None
-    k_prefix: torch.Tensor | None = None
-    v_prefix: torch.Tensor | None = None
-    k_rope_new: torch.Tensor | None = None
-    k_rope_prefix: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    window_scales: torch.Tensor | None = None
+    latent: Tensor
+    rope: Tensor
+    lengths: Tensor
+    block_table: Tensor | None = None
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+    window_start: Tensor | None = None
+    k_prefix: Tensor | None = None
+    v_prefix: Tensor | None = None
+    k_rope_new: Tensor | None = None
+    k_rope_prefix: Tensor | None = None
+    scales: Tensor | None = None
+    window_scales: Tensor | None = None
 
     def with_whole_ring(self) -> CacheView:
         """The same view, with a ring that is known to be whole."""
@@ -93,7 +94,6 @@ class CacheView:
 
     @property
     def requests(self) -> int:
-        """Requests in the batch."""
         return self.lengths.shape[0]
 
     @property
@@ -115,16 +115,11 @@ class CacheView:
 
     def tile(
         self, first: int, last: int, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Latent and rope rows of the slots `first..last-1` of every request, `[b, m, ...]`.
 
         In a paged cache both ends must be at page borders. Slots without a page give rows of some
-        other page; the caller masks them by length.
-
-        Args:
-            first: the first slot.
-            last: the first slot after them.
-            dtype: of the rows of an 8-bit cache, which are dequantised.
+        other page; the caller masks them by length. Those in 8 bits are dequantised to the dtype.
         """
         if self.block_table is None:
             return self._gathered(lambda part: part[:, first:last], dtype)
@@ -133,14 +128,10 @@ class CacheView:
         index = pages.long().clamp(0, self.latent.shape[0] - 1)
         return self._gathered(lambda part: part[index].flatten(1, 2), dtype)
 
-    def rows(
-        self, positions: torch.Tensor, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
         """Latent and rope rows at positions int64 `[b, m]`, which are clamped to the capacity.
 
-        Args:
-            positions: the positions.
-            dtype: of the rows of an 8-bit cache, which are dequantised.
+        Those in 8 bits are dequantised to the dtype.
         """
         positions = positions.clamp(0, self.capacity - 1)
         requests = torch.arange(self.requests, device=positions.device)[:, None]
@@ -152,8 +143,8 @@ class CacheView:
         return self._gathered(lambda part: part[index, positions % page], dtype)
 
     def _gathered(
-        self, gather: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, gather: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Some latent and rope rows; those of an 8-bit cache dequantised."""
         if self.scales is None:
             return gather(self.latent), gather(self.rope)
@@ -165,26 +156,23 @@ class CacheView:
         return CacheView(self.latent, self.rope, self.lengths, self.block_table, scales=self.scales)
 
     def request(self, number: int) -> CacheView:
-        """The view of one request, a batch of one."""
         return self.span(number, number + 1)
 
     def span(self, first: int, last: int) -> CacheView:
         """The view of the requests `first..last-1`."""
-        taken = slice(first, last)
-        shared = {"k_prefix", "v_prefix", "k_rope_prefix"}
+        shared = {"k_prefix", "v_prefix", "k_rope_prefix", "ring_whole"}
         if self.block_table is not None:
             shared |= {"latent", "rope", "scales"}
         if self.scales is not None and self.scales.dim() == 1:
             shared.add("scales")
-        own = {part.name: getattr(self, part.name) for part in fields(self)}
-        return CacheView(
-            **{
-                name: tensor if tensor is None or name in shared else tensor[taken]
-                for name, tensor in own.items()
-            }
-        )
+        own = {
+            name: part[first:last]
+            for name, part in vars(self).items()
+            if part is not None and name not in shared
+        }
+        return replace(self, **own)
 
-    def at_lengths(self, lengths: torch.Tensor) -> CacheView:
+    def at_lengths(self, lengths: Tensor) -> CacheView:
         """The same cache with other lengths, int32 `[b]`.
 
         A ring belongs to the lengths that it was filled for: its slots may hold tokens beyond the
@@ -202,7 +190,7 @@ class CacheView:
             window_scales=None,
         )  # fmt: skip
 
-    def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def full_copy(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values of all tokens, slot x at position x; None where the cache lacks some.
 
         A ring as long as the cache never turns. Of a shared prefix it has nothing, and where it
@@ -216,13 +204,13 @@ class CacheView:
             return None
         return self.k_new, self.v_new
 
-    def ring_start(self) -> torch.Tensor:
+    def ring_start(self) -> Tensor:
         """int32 `[b]`, the oldest position of the ring; a view without one has a full ring."""
         if self.window_start is not None:
             return self.window_start
         return (self.lengths - self.window).clamp_(min=0)
 
-    def ring_rope(self) -> torch.Tensor:
+    def ring_rope(self) -> Tensor:
         """Rope keys `[b, n, p]` in the order of the ring: those of the view, or gathered."""
         if self.k_rope_new is not None:
             return self.k_rope_new
@@ -231,7 +219,7 @@ class CacheView:
         slots = torch.arange(n, device=oldest.device)
         return self.rows(oldest + (slots - oldest) % n)[1]
 
-    def prefix_rope(self) -> torch.Tensor:
+    def prefix_rope(self) -> Tensor:
         """Rope keys `[m, p]` of the shared first tokens: those of the view, or gathered."""
         if self.k_rope_prefix is not None:
             return self.k_rope_prefix
@@ -239,7 +227,7 @@ class CacheView:
         return self.rows(positions.expand(self.requests, -1))[1][0]
 
 
-def _int32(numbers: torch.Tensor) -> torch.Tensor:
+def _int32(numbers: Tensor) -> Tensor:
     """Indices in 32 bits; those that do not fit stay too large or too small, for later checks."""
     if numbers.dtype == torch.int64:
         limits = torch.iinfo(torch.int32)
@@ -248,13 +236,13 @@ def _int32(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def paged_view(
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
     *,
     k: int = 512,
     format: str | None = None,
-    scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> CacheView:
     """The view of a foreign paged cache, such as that of a serving engine.
 

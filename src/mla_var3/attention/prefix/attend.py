@@ -8,30 +8,27 @@ groups say how much work there is, at the same time on a share of the SMs each (
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import (
     Attended,
     LatentBackend,
+    Launch,
+    StreamLaunch,
     boxed_rows,
     is_dense,
     project_heads,
 )
+from mla_var3.attention.backends.plans import PlannedBackend
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.prefix.groups import PrefixGroups
-from mla_var3.attention.prefix.launch import (
-    LAYOUT_INPUTS,
-    MERGE,
-    OWN_PASS,
-    PrefixSteps,
-    gather_operands,
-    pass_operands,
-)
 from mla_var3.attention.prefix.layout import (
     PrefixLayout,
     PrefixPart,
@@ -43,47 +40,72 @@ from mla_var3.attention.prefix.layout import (
     prefix_layout,
     require_groups,
 )
-from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.shape import BATCH_INVARIANT, PARTIAL, CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.op.mla.prefix.problem import overlap_sms
 
-Partial = tuple[torch.Tensor, torch.Tensor]
+Partial = tuple[Tensor, Tensor]
 """Output and LSE."""
 FUSED_WIDTH, FUSED_ROPE = 512, 64
 """Latent and rope width of the small kernels; only the one that gathers queries reads rope."""
 
+Operands = Mapping[str, str]
+"""The step's operand of each pointer that it takes, by the pointer's name."""
 
-class PrefixBackend:
-    """A latent backend that reads shared prefixes once."""
+LAYOUT_INPUTS = {
+    name: name for name in ("prefix_of", "prefix_length", "lengths", "cu_seqlens_q", "block_table")
+}
+_CACHE = {name: name for name in ("latent", "rope", "scales")}
+OWN_PASS = {
+    **_CACHE,
+    **{name: name for name in ("q_latent", "q_rope", "cu_seqlens_q", "tree", "o_latent", "lse")},
+    "own_table": "block_table",
+    "own_lengths": "lengths",
+}
+MERGE = {
+    "o_latent": "o",
+    "lse": "lse",
+    **{f"{name}_{level}": f"{name}_{level}" for name in ("o", "lse", "places") for level in (0, 1)},
+}
 
-    def __init__(self, inner: LatentBackend | TorchTiled) -> None:
-        """Wrap the backend that runs the passes."""
+
+Inner = LatentBackend | PlannedBackend | TorchTiled
+
+
+class Wrapper:
+    """What a backend has from the one that runs its passes."""
+
+    suffix: ClassVar[str]
+
+    def __init__(self, inner: Inner) -> None:
         self._inner = inner
-        self.kernel = f"{inner.kernel}_prefix"
-        self.language = inner.language
-        self.runs_on_cpu = inner.runs_on_cpu
-        self.targets = inner.targets
+        self.kernel, self.language = f"{inner.kernel}_{self.suffix}", inner.language
+        self.runs_on_cpu, self.targets = inner.runs_on_cpu, inner.targets
 
     def missing(self) -> str | None:
         return self._inner.missing()
+
+
+class PrefixBackend(Wrapper):
+    """A latent backend that reads shared prefixes once."""
+
+    suffix = "prefix"
 
     def unsupported(self, shape: CallShape) -> str | None:
         if not shape.shared:
             return "requests that share no first tokens"
         if shape.partial:
-            return "a cache that holds a part of each request (total_lengths)"
+            return PARTIAL
         if shape.batch_invariant:
-            return "a result that does not depend on the batch (batch_invariant)"
+            return BATCH_INVARIANT
         if shape.sliding_window is not None:
             return "a sliding window"
         return self._inner.unsupported(shape)
 
     def run(self, task: AttentionTask) -> Partial:
-        """Output and LSE of a call."""
-        output, lse, _ = self.run_repeatable(task)
-        return output, lse
+        return self.run_repeatable(task)[:2]
 
     def run_repeatable(self, task: AttentionTask) -> Attended:
         """Output, LSE and, where kernels did everything on the call's tensors, the launch."""
@@ -111,7 +133,7 @@ class PrefixBackend:
     def _by_kernels(self, task: AttentionTask, kernels: Any) -> Attended:
         """Every step a launch, so that the call can be replayed."""
         assert isinstance(self._inner, LatentBackend)
-        steps = PrefixSteps()
+        steps = PrefixLaunch()
         layout = self._layout(task, kernels, steps)
         own_task = own_pass(task, layout)
         if is_dense(task.out):
@@ -148,13 +170,13 @@ class PrefixBackend:
         output, lse, _ = own
         if lse.numel():
             steps.add(kernels.merge(output, lse, parts), MERGE)
-        return output, lse, steps.launch()
+        return output, lse, steps.repeatable()
 
     def _overlaps(self, task: AttentionTask) -> bool:
         """Whether the passes of a call can run at the same time."""
         return self._inner.language == "cute-dsl" and task.cache.scales is None
 
-    def _layout(self, task: AttentionTask, kernels: Any, steps: PrefixSteps) -> PrefixLayout:
+    def _layout(self, task: AttentionTask, kernels: Any, steps: PrefixLaunch) -> PrefixLayout:
         given, view = groups_of(task), task.cache
         if isinstance(given, PrefixLayout):
             return layout_of(task)
@@ -181,13 +203,7 @@ def _fits_kernels(task: AttentionTask) -> bool:
 
 
 def shared_sms(task: AttentionTask, layout: PrefixLayout, sms: int) -> int:
-    """SMs of the pass over shared tokens, see `overlap_sms`.
-
-    Args:
-        task: the call.
-        layout: its layout.
-        sms: SMs of the device.
-    """
+    """SMs of the pass over shared tokens, of those of the device; see `overlap_sms`."""
     groups, b = layout.groups, task.cache.requests
     shared, own = groups.about, groups.about_own
     if shared is None or own is None or len(layout.parts) != 1 or not layout.total:
@@ -228,24 +244,19 @@ def layout_of(task: AttentionTask) -> PrefixLayout:
 def own_pass(task: AttentionTask, layout: PrefixLayout) -> AttentionTask:
     """The queries of each request over its own tokens."""
     cache = as_pages(task.cache, layout.lengths, layout.table)
-    return replace(
-        task, cache=cache, prefix=None, schedule=None, out=None, empty_positive=False
-    )  # fmt: skip
+    alone: dict[str, Any] = {"prefix": None, "schedule": None, "out": None, "empty_positive": False}
+    return replace(task, cache=cache, **alone)
 
 
 def shared_pass(
     task: AttentionTask,
     layout: PrefixLayout,
     part: PrefixPart,
-    gathered: tuple[torch.Tensor, ...] | None = None,
+    gathered: tuple[Tensor, ...] | None = None,
 ) -> AttentionTask:
     """The queries of each group over its shared tokens, all of which they see.
 
-    Args:
-        task: the call.
-        layout: its layout.
-        part: the level.
-        gathered: the queries in the order of the groups, where a kernel brought them there.
+    They are gathered here, unless a kernel has brought them in the order of the groups.
     """
     if gathered is not None:
         q, q_rope = gathered
@@ -265,7 +276,7 @@ def shared_pass(
     )
 
 
-def merge(own: Partial, parts: list[Partial], places: list[torch.Tensor]) -> Partial:
+def merge(own: Partial, parts: list[Partial], places: list[Tensor]) -> Partial:
     """Merge the parts, whose rows are at `places`, into the result over the own tokens."""
     output, lse = own
     partials = [(output.flatten(0, -3), lse.flatten(0, -2))]
@@ -276,3 +287,82 @@ def merge(own: Partial, parts: list[Partial], places: list[torch.Tensor]) -> Par
         partials.append((rows, part_lse[index].masked_fill(hidden, -torch.inf)))
     merged, merged_lse = merge_partials(partials)
     return merged.to(output.dtype).view_as(output), merged_lse.view_as(lse)
+
+
+def gather_operands(level: int) -> Operands:
+    """Operands of the gathered queries of a level."""
+    return {
+        "q_latent": "q_latent",
+        "q_rope": "q_rope",
+        f"order_{level}": "order",
+        f"bounds_{level}": "bounds",
+        f"q_latent_{level}": "packed_latent",
+        f"q_rope_{level}": "packed_rope",
+    }
+
+
+def pass_operands(level: int, gathered: bool) -> Operands:
+    """Operands of the pass over a level; `gathered` for queries that were copied."""
+    queries = f"_{level}" if gathered else ""
+    return {
+        **_CACHE,
+        f"q_latent{queries}": "q_latent",
+        f"q_rope{queries}": "q_rope",
+        f"table_{level}": "block_table",
+        f"lengths_{level}": "lengths",
+        f"bounds_{level}": "cu_seqlens_q",
+        f"o_{level}": "o_latent",
+        f"lse_{level}": "lse",
+    }
+
+
+class PrefixLaunch:
+    """The steps of a call over shared prefixes, noted as it goes, and what repeats it.
+
+    A call is several launches: the layout of groups, gathered queries, the passes and their merge.
+    A replay brings one list of pointers, named after the call's tensors and the workspace. Each
+    step knows which of them are its operands, under its own names. See `Launch`.
+
+    Attributes:
+        workspace: bytes of what the steps write for each other, by name.
+        constants: tensors that belong to the call shape, by name.
+    """
+
+    def __init__(self) -> None:
+        self.workspace: Mapping[str, int] = {}
+        self.constants: dict[str, Tensor] = {}
+        self._steps: list[tuple[Any, Operands]] = []
+        self._attention: Launch  # of the pass over own tokens
+
+    def add(self, launch: Any, operands: Operands) -> None:
+        """Add a step; one without a launch makes the call unrepeatable."""
+        self._steps.append((launch, operands))
+        if operands is OWN_PASS:
+            self._attention = launch
+
+    def keep(self, **tensors: Tensor) -> None:
+        """Name tensors that one step writes for another."""
+        sizes = {name: each.numel() * each.element_size() for name, each in tensors.items()}
+        self.workspace = {**self.workspace, **sizes}
+
+    def repeatable(self) -> PrefixLaunch | None:
+        """The launch; None where a step cannot be repeated."""
+        return None if any(launch is None for launch, _ in self._steps) else self
+
+    def stream(self) -> int | None:
+        return self._attention.stream()
+
+    def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[StreamLaunch, Any]:
+        kept = {name: tensor.data_ptr() for name, tensor in self.constants.items()} | dict(fixed)
+        launches, owners = [], []
+        for step, operands in self._steps:
+            taken = [operands.get(name, "") for name in names]
+            own = {operands[name]: pointer for name, pointer in kept.items() if name in operands}
+            launch, owner = step.bind(taken, own)
+            launches.append(launch)
+            owners.append(owner)
+
+        def launch_all(pointers: Sequence[int]) -> bool:
+            return all(launch(pointers) for launch in launches)
+
+        return launch_all, (owners, self.constants)

@@ -11,16 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from mla_var3.attention.backends.latent import LatentBackend
-from mla_var3.attention.backends.plans import PlannedBackend
-from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.attend import Inner, Wrapper
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixCopy, PrefixGroups
-from mla_var3.attention.prefix.layout import require_groups
+from mla_var3.attention.prefix.layout import not_shared, require_groups
 from mla_var3.attention.request.checks import FLOAT_DTYPES, inference, require_tensor
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -29,22 +28,14 @@ from mla_var3.errors import InvalidArgumentError
 
 @inference
 def decompress_prefixes(
-    groups: PrefixGroups,
-    cache: LatentCache | CacheView,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    groups: PrefixGroups, cache: LatentCache | CacheView, w_uk: Tensor, w_uv: Tensor
 ) -> DecompressedPrefixes:
     """Decompress the prefix of every group, once for all steps; reads the groups on the host.
 
-    Args:
-        groups: one level; the requests of a group are neighbours.
-        cache: holds the prefixes.
-        w_uk: up-projection of the keys, `[h, d, k]`.
-        w_uv: up-projection of the values, `[h, k, v]`.
-
-    Returns:
-        What the calls take as `prefix`. Groups without a whole page, with one request, or with
-        none that holds the whole prefix have no copy.
+    They have one level, and the requests of a group are neighbours. The cache holds the prefixes;
+    the up-projections are `[h, d, k]` and `[h, k, v]`. The calls take the result as `prefix`.
+    Groups without a whole page, with one request, or with none that holds the whole prefix have no
+    copy.
     """
     view = cache.view() if isinstance(cache, LatentCache) else cache
     require_groups(groups, view)
@@ -80,11 +71,7 @@ def _require_same_pages(
     held = at < view.lengths[own, None]
     wrong = (held & (table[own] != table[leader])).any(1).nonzero()
     if len(wrong):
-        raise InvalidArgumentError(
-            f"prefix_of[0, {members[int(wrong[0])]}]",
-            f"a group that shares {length} tokens, the same pages, with the request",
-            group,
-        )
+        raise not_shared(0, members[int(wrong[0])], length, group)
 
 
 def _spans(groups: PrefixGroups) -> dict[int, tuple[int, int]]:
@@ -102,22 +89,15 @@ def _spans(groups: PrefixGroups) -> dict[int, tuple[int, int]]:
     return found
 
 
-Inner = PlannedBackend | LatentBackend | TorchTiled
-
-
-class GroupedPrefixBackend:
+class GroupedPrefixBackend(Wrapper):
     """The kernel of one decompressed prefix, once per group; the other requests latent."""
+
+    suffix = "groups"
 
     def __init__(self, inner: Inner, others: Inner) -> None:
         """Wrap the backend of a group, and that of requests without one."""
-        self._inner, self._others = inner, others
-        self.kernel = f"{inner.kernel}_groups"
-        self.language = inner.language
-        self.runs_on_cpu = inner.runs_on_cpu
-        self.targets = inner.targets
-
-    def missing(self) -> str | None:
-        return self._inner.missing()
+        super().__init__(inner)
+        self._others = others
 
     def unsupported(self, shape: CallShape) -> str | None:
         refused = shape.refused_cache()
@@ -132,8 +112,7 @@ class GroupedPrefixBackend:
         rest = replace(one, prefix=0)
         return self._inner.unsupported(one) or self._others.unsupported(rest)
 
-    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of a call."""
+    def run(self, task: AttentionTask) -> tuple[Tensor, Tensor]:
         assert isinstance(task.prefix, DecompressedPrefixes)
         rows = tuple(task.q.shape[:-1])
         output = task.q.new_empty((*rows, task.width)) if task.out is None else task.out
@@ -143,25 +122,17 @@ class GroupedPrefixBackend:
         def attend(backend: Inner, view: CacheView, first: int, last: int) -> None:
             """The requests `first..last-1` as a call of their own."""
             own = slice(first, last)
-            part = replace(
-                task,
-                q=task.q[own],
-                q_rope=task.q_rope[own],
-                cache=view.span(first, last),
-                tree=None if task.tree is None else task.tree[own],
-                prefix=None,
-                out=output[own],
-            )
+            tree = None if task.tree is None else task.tree[own]
+            part = replace(task, q=task.q[own], q_rope=task.q_rope[own], tree=tree)
+            part = replace(part, cache=view.span(first, last), prefix=None, out=output[own])
             lse[own] = backend.run(part)[1]
 
         done = 0
         for copy in task.prefix.copies:
             if done < copy.first:
                 attend(self._others, plain, done, copy.first)
-            shared = replace(
-                plain, k_prefix=copy.keys, v_prefix=copy.values, k_rope_prefix=copy.rope
-            )
-            attend(self._inner, shared, copy.first, copy.last)
+            parts = {"k_prefix": copy.keys, "v_prefix": copy.values, "k_rope_prefix": copy.rope}
+            attend(self._inner, replace(plain, **parts), copy.first, copy.last)
             done = copy.last
         if done < plain.requests:
             attend(self._others, plain, done, plain.requests)

@@ -16,12 +16,9 @@ from mla_var3.op.mla.problem import require_int
 
 @dataclass
 class _Run:
-    """Neighbours in the sorted block tables that begin with the same pages.
+    """Neighbours in the sorted block tables, `first` to `last`, that begin with the same pages.
 
-    Attributes:
-        first, last: the neighbours, both included.
-        pages: pages that all of them share.
-        inner: runs inside of this one; they come right before it in the list of all runs.
+    The number of runs `inner` is inside of this one; they come right before it in the list of all.
     """
 
     first: int
@@ -101,7 +98,6 @@ def find_shared_prefixes(
 
 
 def _plain(values: Any) -> list[Any]:
-    """Lists of what a tensor or an array holds."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
@@ -175,15 +171,10 @@ class _LastLevel:
     """What a run and those inside of it save at the last level, by the pages before them.
 
     Behind x pages that is a number a + b * x, with other a and b from some x on. A run loses more
-    with x than those inside of it together, so it is taken up to some x, and they are from there
-    on. That way a chain of runs, each inside of the next, needs no search at each of its starts.
-
-    Attributes:
-        a, b: from x = 0 on.
-        changes: x, and what is added to a and b from there on; ascending.
-        last_a, last_b: behind all changes.
-        latest: largest x with which the run is taken, -1 for none.
-        below: what those inside of the run save behind it.
+    with x than those inside of it together, so it is taken up to some x, `latest`, -1 for none, and
+    they are from there on. That way a chain of runs, each inside of the next, needs no search at
+    each of its starts. `changes` are x, and what is added to a and b from there on; ascending.
+    `below` is what those inside of the run save behind it.
     """
 
     a: int

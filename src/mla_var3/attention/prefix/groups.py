@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mla_var3.attention.request.checks import INDEX_DTYPES, Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
@@ -54,15 +54,14 @@ class PrefixGroups:
         >>> output, lse = mla_var3.mla_latent_attention(q, q_rope, cache, prefix=groups)
     """
 
-    prefix_of: torch.Tensor
-    prefix_length: torch.Tensor
+    prefix_of: Tensor
+    prefix_length: Tensor
     ordered: bool = False
     tokens: int | None = None
     most: int | None = None
     own: int | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes and dtypes, and the numbers and flag of the host."""
         shape: Shape = [("levels", None), ("b", None)]
         of = require_tensor("prefix_of", self.prefix_of, shape, INDEX_DTYPES, None)
         if len(of) > LEVELS:
@@ -89,12 +88,10 @@ class PrefixGroups:
 
     @cached_property
     def about(self) -> int | None:
-        """`tokens`, rounded."""
         return None if self.tokens is None else about_tokens(self.tokens)
 
     @cached_property
     def about_own(self) -> int | None:
-        """`own`, rounded."""
         return None if self.own is None else about_tokens(self.own)
 
     @cached_property
@@ -103,30 +100,26 @@ class PrefixGroups:
         return ("groups", self.ordered, self.about, self.most, self.about_own)
 
     @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Tensors that a call key looks at, by the names that launches know."""
         return {"prefix_of": self.prefix_of, "prefix_length": self.prefix_length}
 
 
 @dataclass(frozen=True)
 class PrefixCopy:
-    """The decompressed prefix of neighbouring requests.
+    """The decompressed prefix of the neighbouring requests `first..last-1`.
 
-    Attributes:
-        first, last: the requests `first..last-1`.
-        keys, values: `[h, tokens, d]` and `[h, tokens, v]`.
-        rope: `[tokens, p]`.
+    Keys are `[h, tokens, d]`, values `[h, tokens, v]`, rope keys `[tokens, p]`.
     """
 
     first: int
     last: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    rope: torch.Tensor
+    keys: Tensor
+    values: Tensor
+    rope: Tensor
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prefix."""
         return self.keys.shape[1]
 
 
@@ -134,9 +127,7 @@ class PrefixCopy:
 class DecompressedPrefixes:
     """Groups of one level with decompressed prefixes; `decompress_prefixes` makes them.
 
-    Attributes:
-        groups: the groups that they were made from.
-        copies: one per group, in the order of the requests.
+    There is one copy per group, in the order of the requests.
     """
 
     groups: PrefixGroups
@@ -144,17 +135,15 @@ class DecompressedPrefixes:
 
     @property
     def copy_bytes(self) -> int:
-        """Memory of the copies."""
         parts = (part for copy in self.copies for part in (copy.keys, copy.values, copy.rope))
         return sum(part.numel() * part.element_size() for part in parts)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Plain values that a call key holds."""
         spans = tuple((copy.first, copy.last, copy.tokens) for copy in self.copies)
         return ("decompressed", *self.groups.key, *spans)
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Tensors that a call key looks at: those of the groups."""
         return self.groups.tensors

@@ -15,18 +15,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.groups import LEVELS, DecompressedPrefixes, PrefixGroups
-from mla_var3.attention.request.checks import (
-    INDEX_DTYPES,
-    readable,
-    require_bounds,
-    require_tensor,
-)
+from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_bounds, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
 CHUNK_ROWS = 4096
@@ -52,11 +48,11 @@ class PrefixPart:
         most: host-side bound on the rows of a chunk.
     """
 
-    order: torch.Tensor | None
-    places: torch.Tensor
-    bounds: torch.Tensor
-    lengths: torch.Tensor
-    table: torch.Tensor
+    order: Tensor | None
+    places: Tensor
+    bounds: Tensor
+    lengths: Tensor
+    table: Tensor
     most: int
 
 
@@ -76,21 +72,19 @@ class PrefixLayout:
 
     groups: PrefixGroups
     parts: tuple[PrefixPart, ...]
-    table: torch.Tensor
-    lengths: torch.Tensor
+    table: Tensor
+    lengths: Tensor
     page: int
     total: int
     causal: bool
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Plain values that a call key holds."""
         most = tuple(part.most for part in self.parts)
         return ("layout", *self.groups.key, self.page, self.total, self.causal, *most)
 
     @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors that a call key looks at, by the names that launches know."""
+    def tensors(self) -> dict[str, Tensor]:
         found = {"own_table": self.table, "own_lengths": self.lengths}
         for level, part in enumerate(self.parts):
             for name in PART_OUTPUTS:
@@ -129,20 +123,17 @@ def is_pageable(view: CacheView) -> bool:
     )
 
 
-def as_pages(view: CacheView, lengths: torch.Tensor, table: torch.Tensor) -> CacheView:
-    """The latent cache in pages `[pages, page, ...]`, without a copy.
+def as_pages(view: CacheView, lengths: Tensor, table: Tensor) -> CacheView:
+    """A cache for which `is_pageable` in pages `[pages, page, ...]`, without a copy.
 
-    Args:
-        view: A cache for which `is_pageable`.
-        lengths: Of the requests of the new view.
-        table: Their block table.
+    The new view has requests of its own, with these lengths and this block table.
     """
     latent, rope, scales = view.latent, view.rope, view.scales
     if view.block_table is not None:
         return CacheView(latent, rope, lengths, table, scales=scales)
     count = view.latent.shape[0] * view.latent.shape[1] // PAGE_STEP
 
-    def paged(rows: torch.Tensor) -> torch.Tensor:
+    def paged(rows: Tensor) -> Tensor:
         step, width = rows.stride(1), rows.shape[2]
         return rows.as_strided((count, PAGE_STEP, width), (PAGE_STEP * step, step, rows.stride(2)))
 
@@ -153,24 +144,17 @@ def as_pages(view: CacheView, lengths: torch.Tensor, table: torch.Tensor) -> Cac
 
 def prefix_layout(
     groups: PrefixGroups,
-    q: torch.Tensor,
+    q: Tensor,
     cache: LatentCache | CacheView,
     *,
-    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
 ) -> PrefixLayout:
     """Resolve groups for one step, on the device.
 
     The attention calls do it themselves when they are given groups. A model with many layers does
-    it once per step and gives all of them the layout.
-
-    Args:
-        groups: the groups.
-        q: queries of the call, `[b, s, h, ...]`, or `[total_q, h, ...]` with `cu_seqlens_q`; only
-            their shape counts.
-        cache: the cache; only its block table, lengths and sizes count.
-        cu_seqlens_q: as for the call.
-        causal: as for the call.
+    it once per step and gives all of them the layout. Queries and options are those of the call;
+    only the shape of the queries and the block table, lengths and sizes of the cache count.
 
     Example:
         >>> layout = prefix_layout(groups, q, caches[0])
@@ -205,8 +189,7 @@ def prefix_layout(
     return PrefixLayout(groups, tuple(parts), own, own_lengths, page, total, causal)
 
 
-def _chunk(groups: PrefixGroups, q: torch.Tensor, b: int, packed: bool) -> int:
-    """Most query tokens of a chunk."""
+def _chunk(groups: PrefixGroups, q: Tensor, b: int, packed: bool) -> int:
     most = b if groups.most is None else min(groups.most, b)
     longest = q.shape[0] if packed else q.shape[1] * most
     return max(1, min(longest, -(-CHUNK_ROWS // q.shape[-2])))
@@ -227,7 +210,7 @@ def prefix_kernels(device: torch.device) -> Any:
     return _cute_kernels() if device.type == "cuda" else None
 
 
-def layout_kernels(groups: PrefixGroups, view: CacheView, cu_seqlens_q: torch.Tensor | None) -> Any:
+def layout_kernels(groups: PrefixGroups, view: CacheView, cu_seqlens_q: Tensor | None) -> Any:
     """The kernels, if they take these tensors as they are."""
     indices = (groups.prefix_of, groups.prefix_length, view.lengths, cu_seqlens_q)
     given = [index for index in indices if index is not None]
@@ -241,17 +224,13 @@ def layout_kernels(groups: PrefixGroups, view: CacheView, cu_seqlens_q: torch.Te
 def laid_out(
     kernels: Any,
     groups: PrefixGroups,
-    q: torch.Tensor,
+    q: Tensor,
     view: CacheView,
     *,
-    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_q: Tensor | None,
     causal: bool,
-) -> tuple[PrefixLayout, Any, dict[str, torch.Tensor]]:
-    """`prefix_layout` by kernels.
-
-    Returns:
-        The layout, the launch that repeats it, and what it writes by the names of its operands.
-    """
+) -> tuple[PrefixLayout, Any, dict[str, Tensor]]:
+    """`prefix_layout` by kernels: the layout, the launch that repeats it, and its outputs."""
     b, table, device = view.requests, view.block_table, view.lengths.device
     packed = cu_seqlens_q is not None
     page = PAGE_STEP if table is None else view.latent.shape[1]
@@ -270,8 +249,7 @@ def laid_out(
     launch = kernels.lay_out(
         {**dict.fromkeys(names), **written},
         {
-            "prefix_of": groups.prefix_of,
-            "prefix_length": groups.prefix_length,
+            **groups.tensors,
             "lengths": view.lengths,
             "cu_seqlens_q": cu_seqlens_q,
             "block_table": table,
@@ -299,17 +277,13 @@ def laid_out(
     return PrefixLayout(groups, tuple(parts), *own, page, total, causal), launch, written
 
 
-def _empty_each(
-    shapes: Mapping[str, tuple[int, ...]], device: torch.device
-) -> dict[str, torch.Tensor]:
+def _empty_each(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
     """Tensors of int32 in one allocation."""
     counts = {name: -(-math.prod(shape) // INT_STEP) * INT_STEP for name, shape in shapes.items()}
     memory = torch.empty(sum(counts.values()), dtype=torch.int32, device=device)
     found = memory.split(list(counts.values()))
-    return {
-        name: part[: math.prod(shape)].view(shape)
-        for (name, shape), part in zip(shapes.items(), found, strict=True)
-    }
+    pairs = zip(shapes.items(), found, strict=True)
+    return {name: part[: math.prod(shape)].view(shape) for (name, shape), part in pairs}
 
 
 def require_groups(groups: PrefixGroups, view: CacheView) -> None:
@@ -328,15 +302,13 @@ def require_groups(groups: PrefixGroups, view: CacheView) -> None:
         )
 
 
-def _require_queries(
-    q: torch.Tensor, view: CacheView, cu_seqlens_q: torch.Tensor | None, causal: bool
-) -> None:
+def _require_queries(q: Tensor, view: CacheView, cu_seqlens_q: Tensor | None, causal: bool) -> None:
     """Require queries of the cache's requests; only their shape counts."""
     b, packed = view.requests, cu_seqlens_q is not None
     if not b:
         raise InvalidArgumentError("cache", "at least one request", "none")
     expected = "[total_q, h, ...]" if packed else f"[b={b}, s, h, ...]"
-    if not isinstance(q, torch.Tensor):
+    if not isinstance(q, Tensor):
         raise InvalidArgumentError("q", f"a tensor {expected}", type(q).__name__)
     if q.dim() < 3 - packed or not (packed or q.shape[0] == b):
         raise InvalidArgumentError("q", expected, list(q.shape))
@@ -360,28 +332,22 @@ class _Level:
         member: bool `[b]`, whether the request uses them.
     """
 
-    group: torch.Tensor
-    tokens: torch.Tensor
-    begin: torch.Tensor
-    leader: torch.Tensor
-    member: torch.Tensor
+    group: Tensor
+    tokens: Tensor
+    begin: Tensor
+    leader: Tensor
+    member: Tensor
 
-    def of_request(self, values: torch.Tensor) -> torch.Tensor:
+    def of_request(self, values: Tensor) -> Tensor:
         """Values `[groups]` of each request's group; 0 for requests without one."""
         return torch.cat([values, values.new_zeros(1)])[self.group]
 
 
-def _level(
-    groups: PrefixGroups, level: int, start: torch.Tensor, seen: torch.Tensor, page: int
-) -> _Level:
-    """The groups of a level.
+def _level(groups: PrefixGroups, level: int, start: Tensor, seen: Tensor, page: int) -> _Level:
+    """The groups of a level, with so many tokens per page.
 
-    Args:
-        groups: all groups.
-        level: the level.
-        start: int64 `[b]`, where the shared tokens of each request end so far.
-        seen: int64 `[b]`, first tokens that all queries of a request see.
-        page: tokens per page.
+    Of each request, int64 `[b]`: where the shared tokens end so far, and the first tokens that all
+    its queries see.
     """
     b, count = start.shape[0], groups.groups
     group = groups.prefix_of[level].long()
@@ -400,7 +366,7 @@ def _level(
 
 
 def _part(
-    found: _Level, rows: TokenRows, table: torch.Tensor, page: int, chunk: int, ordered: bool
+    found: _Level, rows: TokenRows, table: Tensor, page: int, chunk: int, ordered: bool
 ) -> PrefixPart:
     """The chunks of a level, of at most `chunk` queries each."""
     count, device = found.tokens.shape[0], table.device
@@ -433,7 +399,7 @@ def _part(
     )
 
 
-def _page_table(view: CacheView) -> tuple[int, torch.Tensor]:
+def _page_table(view: CacheView) -> tuple[int, Tensor]:
     """Tokens per page, and the pages of each request, int64 `[b, max_pages]`."""
     if view.block_table is not None:
         return view.latent.shape[1], view.block_table.long()
@@ -442,22 +408,19 @@ def _page_table(view: CacheView) -> tuple[int, torch.Tensor]:
     return PAGE_STEP, pages.view(view.requests, each)
 
 
-def _pages_from(table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _pages_from(table: Tensor, first: Tensor) -> Tensor:
     """Rows of a table, int64 `[m, max_pages]`, from a column on; what is behind it is arbitrary."""
     columns = first[:, None] + torch.arange(table.shape[1], device=table.device)
     return table.gather(1, columns.clamp(max=table.shape[1] - 1)).to(torch.int32)
 
 
 def _check(
-    groups: PrefixGroups, level: int, found: _Level, table: torch.Tensor | None, page: int
+    groups: PrefixGroups, level: int, found: _Level, table: Tensor | None, page: int
 ) -> None:
     """Check what the host may read: the order, and that members hold the pages of their group."""
     if groups.ordered and not bool((found.group[1:] >= found.group[:-1]).all()):
-        raise InvalidArgumentError(
-            "prefix_of",
-            "ascending groups (ordered=True)",
-            groups.prefix_of[level].tolist(),
-        )
+        got = groups.prefix_of[level].tolist()
+        raise InvalidArgumentError("prefix_of", "ascending groups (ordered=True)", got)
     if table is None:
         return
     begin, tokens = found.of_request(found.begin)[:, None], found.of_request(found.tokens)[:, None]
@@ -466,8 +429,10 @@ def _check(
     wrong = (shared & (table != table[found.of_request(found.leader)])).any(1).nonzero()
     if len(wrong):
         request = int(wrong[0])
-        raise InvalidArgumentError(
-            f"prefix_of[{level}, {request}]",
-            f"a group that shares {int(tokens[request])} tokens, the same pages, with the request",
-            int(found.group[request]),
-        )
+        raise not_shared(level, request, int(tokens[request]), int(found.group[request]))
+
+
+def not_shared(level: int, request: int, tokens: int, group: int) -> InvalidArgumentError:
+    """The error for a request whose pages are not those of its group."""
+    expected = f"a group that shares {tokens} tokens, the same pages, with the request"
+    return InvalidArgumentError(f"prefix_of[{level}, {request}]", expected, group)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
@@ -55,12 +56,7 @@ _FURTHER = tuple(part.name for part in fields(CacheView) if part.name not in _PA
 
 
 def latent_key(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Any,
-    d: int,
-    kernel: str,
-    options: Mapping[str, Any],
+    q_latent: Tensor, q_rope: Tensor, cache: Any, d: int, kernel: str, options: Mapping[str, Any]
 ) -> CallKey | None:
     """The key of a call of `mla_latent_attention`; None for one that cannot be replayed."""
     view = cache if type(cache) is CacheView else _view_of(cache)
@@ -83,11 +79,11 @@ def latent_key(
 
 
 def whole_key(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: Any,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
     kernel: str,
     options: Mapping[str, Any],
 ) -> CallKey | None:
@@ -125,7 +121,7 @@ def tensor_names(key: CallKey, cache: Any, options: Mapping[str, Any]) -> list[s
     for name, value in options.items():
         if name == "prefix":
             names += value.tensors
-        elif isinstance(value, torch.Tensor) and value is not lengths:
+        elif isinstance(value, Tensor) and value is not lengths:
             names.append(name)
     return names
 
@@ -143,7 +139,7 @@ def _pair_key(cache: Any, values: Values, queries: Tensors) -> CallKey | None:
 
 
 def _with_options(
-    key: CallKey | None, options: Mapping[str, Any], lengths: torch.Tensor | None
+    key: CallKey | None, options: Mapping[str, Any], lengths: Tensor | None
 ) -> CallKey | None:
     """A key with the options: their names, the types and values of plain ones, the tensors.
 
@@ -155,7 +151,7 @@ def _with_options(
     for name, value in options.items():
         if name == "prefix":
             values, tensors = (*values, name, *value.key), (*tensors, *value.tensors.values())
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             if value is lengths:
                 values = (*values, name, "of the cache")
             else:
@@ -175,7 +171,7 @@ def _holds_more(view: CacheView) -> bool:
     )  # fmt: skip
 
 
-def _further_parts(view: CacheView) -> dict[str, torch.Tensor]:
+def _further_parts(view: CacheView) -> dict[str, Tensor]:
     parts = {name: getattr(view, name) for name in _FURTHER}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -256,7 +252,7 @@ def _full_key(values: Values, tensors: Tensors) -> Values | None:
     key = list(values)
     for tensor in tensors:
         # A subclass may stand for something else than memory.
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             return None
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     return tuple(key)

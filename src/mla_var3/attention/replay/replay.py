@@ -8,7 +8,17 @@ of a CUDA graph, another current device.
 What the calls of one thread on one stream have in common is prepared once. Threads do not share it,
 because a launch writes its arguments into its own memory before it releases the interpreter.
 
-Checks of values on the device (`debug`) and traced programs never come here.
+Checks of values on the device and traced programs never come here.
+
+Memory that calls do not allocate belongs to one thread and stream. Workspace is shared by all calls
+of a thread on a stream. Work on a stream runs in order, so the next call may write where the one
+before has read; another thread may enqueue between the steps of a call. The LSE of a call goes to
+its caller. It is small, and allocating and freeing it costs the host as much as the output does. So
+memory is allocated for several and handed out in turn. No part is handed out twice, and each is a
+tensor of its own that keeps the whole allocation alive: writing into one reaches no other, however
+long it is kept. The memory was allocated on the stream that it is handed out on, as if each call
+had done it, so the allocator's rules about streams hold for every part. Captured calls must not use
+this memory: a CUDA graph may be replayed on any stream.
 """
 
 from __future__ import annotations
@@ -17,22 +27,32 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.backends.latent import Launch, StreamLaunch
 from mla_var3.attention.replay.key import CallKey, Layout, Tensors, store_replay, tensor_names
-from mla_var3.attention.replay.workspace import aligned, kept_lses, new_lse, shared_memory
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.runtime.cute.torch_fast import Maker, tensor_maker, view_as, without_gradients
+from mla_var3.runtime.call_state import CALL_STATE
+from mla_var3.runtime.cute.torch_fast import (
+    Maker,
+    raw_stream,
+    separate_rows,
+    tensor_maker,
+    view_as,
+    without_gradients,
+)
+from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 _is_inference = torch.is_inference_mode_enabled
 _LSE_BYTES = torch.float32.itemsize
 
-StreamState = tuple[StreamLaunch, list[torch.Tensor], int, Any]
+StreamState = tuple[StreamLaunch, list[Tensor], int, Any]
 """What the calls of one thread on one stream in one mode have in common: the launch; LSE tensors
-that no call has had yet, see `workspace.py`; the pointer of an LSE that no caller asked for, 0
+that no call has had yet; the pointer of an LSE that no caller asked for, 0
 where callers always do; and objects to keep alive. A plain tuple, which unpacks faster."""
 
 PointerReader = Callable[[Tensors, int, int], tuple[int, ...]]
@@ -96,7 +116,7 @@ class Replay:
     launch: Launch
     names: Sequence[str]
     outputs: Sequence[str]
-    fixed: Mapping[str, torch.Tensor]
+    fixed: Mapping[str, Tensor]
     output: Layout
     lse: Layout
     dtype: torch.dtype
@@ -108,7 +128,7 @@ class Replay:
 
     def attend(
         self, tensors: Tensors, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Output and, if asked for, LSE; None when this call has to go the full path."""
         stream = self.launch.stream()
         if stream is None:
@@ -127,12 +147,7 @@ class Replay:
         return (out, lse) if done else None
 
     def prepared(self, stream: int, inference: bool) -> StreamState:
-        """What the calls of this thread have in common; the first of them prepares it.
-
-        Args:
-            stream: the current stream.
-            inference: whether inference mode is on.
-        """
+        """What the calls of this thread have in common; the first of them prepares it."""
         try:
             known: StreamState = self._threads.prepared[stream, inference]
         except (AttributeError, KeyError):
@@ -168,15 +183,11 @@ class Replay:
     def _fixed(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
 
-    def _bind_workspace(self, first: int) -> tuple[StreamLaunch, torch.Tensor | None, Any]:
-        """The launch on the current stream with memory for its workspace.
+    def _bind_workspace(self, first: int) -> tuple[StreamLaunch, Tensor | None, Any]:
+        """The launch on the current stream, memory for its workspace, and objects to keep alive.
 
-        Args:
-            first: bytes, aligned, that the replay needs itself; the memory begins with them.
-
-        Returns:
-            The launch, the memory, and objects to keep alive. The memory is None where it is too
-            large to be kept; then each launch allocates the workspace.
+        The memory begins with the `first` bytes, aligned, that the replay needs itself. It is None
+        where it is too large to be kept; then each launch allocates the workspace.
         """
         names, parts = [*self.names, *self.outputs], self.launch.workspace
         sizes = [aligned(size) for size in parts.values()]
@@ -203,12 +214,8 @@ class Replay:
 class ProjectedReplay(Replay):
     """A call whose projections are batched products of torch, around a launch of the latent kernel.
 
-    Its tensors begin with w_uk, w_uv and q_nope.
-
-    Attributes:
-        queries: shape and strides of `q_nope` by head, `[h, count, d]`.
-        latents: those of latent queries and outputs by head.
-        by_head: those of the output by head.
+    Its tensors begin with w_uk, w_uv and q_nope. By head, the layouts are those of `q_nope`, `[h,
+    count, d]`, of latent queries and outputs, and of the output.
     """
 
     queries: Layout
@@ -217,8 +224,7 @@ class ProjectedReplay(Replay):
 
     def attend(
         self, tensors: Tensors, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Output and, if asked for, LSE; None when this call has to go the full path."""
+    ) -> tuple[Tensor, Tensor | None] | None:
         if _is_inference():
             return self._attend(tensors, with_lse, True)
         with without_gradients():
@@ -226,7 +232,7 @@ class ProjectedReplay(Replay):
 
     def _attend(
         self, tensors: Tensors, with_lse: bool, inference: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         stream = self.launch.stream()
         if stream is None:
             return None
@@ -255,7 +261,7 @@ class ProjectedReplay(Replay):
         first, second = (part.as_strided(shape, strides) for part in rows)
         return launch, 0, ((first, second, memory[:lse_bytes].view(torch.float32)), kept)
 
-    def _allocated(self) -> tuple[torch.Tensor, ...]:
+    def _allocated(self) -> tuple[Tensor, ...]:
         """Latent queries and outputs by head, and an LSE, for one call."""
         rows = (self.empty(*self.latents, self.dtype) for _ in range(2))
         return (*rows, self.empty(*self.lse, torch.float32))
@@ -268,25 +274,18 @@ def keep_replay(
     cache: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Keep the launch of a call for the next calls of its key, where they can use it.
+    """Keep the launch of a checked call for the next calls of its key, where they can use it.
 
-    Args:
-        key: key of the call.
-        task: the call, checked.
-        launch: its launch; None when it has none.
-        cache: the cache as the caller gave it.
-        options: the optional arguments as the caller gave them.
+    Cache and options are as the caller gave them.
     """
     if key is None or launch is None or not _as_given(task, options):
         return
     if launch.stream() is None:
         return  # captured: tensors that the call made hold nothing before the graph has run
-    out = task.out
-    if out is not None and not out.is_contiguous():
+    if not (task.out is None or task.out.is_contiguous()):
         return  # it is written through a copy
-    if task.w_uk is not None and not task.q.is_contiguous():
-        return
-    store_replay(key, _replay_of(task, launch, tensor_names(key, cache, options)))
+    if task.w_uk is None or task.q.is_contiguous():
+        store_replay(key, _replay_of(task, launch, tensor_names(key, cache, options)))
 
 
 def _replay_of(task: AttentionTask, launch: Launch, names: list[str]) -> Replay:
@@ -320,7 +319,6 @@ def _replay_of(task: AttentionTask, launch: Launch, names: list[str]) -> Replay:
 
 
 def _dense(shape: tuple[int, ...]) -> Layout:
-    """A contiguous layout."""
     strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     return shape, tuple(strides)
 
@@ -334,7 +332,73 @@ def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
         (options.get("total_lengths"), task.total_lengths),
     )
     return all(
-        given is None or (isinstance(given, torch.Tensor) and given.data_ptr() == taken.data_ptr())
+        given is None or (isinstance(given, Tensor) and given.data_ptr() == taken.data_ptr())
         for given, taken in pairs
         if taken is not None
     )
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+SMALLEST_BYTES = 1 << 20
+LARGEST_BYTES = 1 << 26
+"""Above this a call runs so long that allocating costs nothing, and keeping memory does."""
+
+LSES_AT_ONCE = 32
+LSES_BYTES = 1 << 16
+"""An allocation for the LSEs of several calls takes no more than this. A larger LSE is allocated by
+its call, which runs longer."""
+
+_buffers = CALL_STATE.per_thread()
+"""Workspace by device, stream, size and mode."""
+_lses = CALL_STATE.per_thread()
+"""LSE tensors by device, stream, mode and layout."""
+
+
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """What tells the stream that work on a device goes to; always 0 where there are none."""
+    return partial(raw_stream, device.index) if device.type == "cuda" else int
+
+
+def shared_memory(device: torch.device, needed: int) -> Tensor | None:
+    """Workspace that the calls of this thread on the current stream share; None for too much.
+
+    It is uint8, on the device, the current one when it is a GPU, with at least the bytes that are
+    needed. Sizes are powers of two, so all buffers of a stream together take less than twice the
+    largest. Inference mode has its own: its memory cannot be written outside of it, and operations
+    on other memory cost more in it.
+    """
+    if needed > LARGEST_BYTES:
+        return None
+    size = max(SMALLEST_BYTES, 1 << (needed - 1).bit_length())
+    key = (device, stream_reader(device)(), size, torch.is_inference_mode_enabled())
+    buffers: dict[tuple[torch.device, int, int, bool], Tensor] = _buffers.values
+    found = buffers.get(key)
+    if found is None:
+        found = buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
+    return found
+
+
+def kept_lses(device: torch.device, stream: int, inference: bool, layout: Layout) -> list[Tensor]:
+    """LSE tensors of one layout that no call of this thread has had yet; may be empty.
+
+    A call on the stream, in inference mode or not, takes the last, or has `new_lse` add some.
+    """
+    known: dict[tuple[torch.device, int, bool, Layout], list[Tensor]] = _lses.values
+    return known.setdefault((device, stream, inference, layout), [])
+
+
+def new_lse(kept: list[Tensor], layout: Layout, empty: Maker) -> Tensor:
+    """An LSE tensor for one call on the current stream; of small ones, `kept` takes some more."""
+    shape, strides = layout
+    step = aligned(math.prod(shape) * torch.float32.itemsize)
+    count = min(LSES_AT_ONCE, LSES_BYTES // max(step, 1))
+    if count > 1:
+        step //= torch.float32.itemsize
+        kept += separate_rows(empty((count, *shape), (step, *strides), torch.float32))
+    return kept.pop() if kept else empty(shape, strides, torch.float32)
+
+
+def aligned(size: int) -> int:
+    """A number of bytes, rounded up to the alignment that kernels need."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

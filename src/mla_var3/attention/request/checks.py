@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
@@ -58,37 +59,30 @@ def inference(function: F) -> F:
     return cast("F", run)
 
 
-def readable(tensor: torch.Tensor) -> bool:
+def readable(tensor: Tensor) -> bool:
     """Whether the host may look at the values of a tensor.
 
     Raises:
         UnsupportedError: They are on the device, to be checked, while a CUDA graph is captured.
     """
-    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+    if type(tensor) is not Tensor or torch.compiler.is_compiling():
         return False  # a tensor of a traced program
     if tensor.device.type == "cpu":
         return True
     if tensor.device.type != "cuda" or not debug_on():
         return False
     if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            f"{DEBUG_VARIABLE}: expected no CUDA graph capture, got one; the checks read from the "
-            "device"
-        )
+        expected = f"{DEBUG_VARIABLE}: expected no CUDA graph capture, got one"
+        raise UnsupportedError(f"{expected}; the checks read from the device")
     return True
 
 
 def require_range(
-    name: str, values: torch.Tensor, minimum: int, maximum: int, maximum_name: str = ""
+    name: str, values: Tensor, minimum: int, maximum: int, maximum_name: str = ""
 ) -> None:
     """Require integers within bounds, if the host may look at them.
 
-    Args:
-        name: The argument's name in the message.
-        values: The integers.
-        minimum: The least of them.
-        maximum: The largest of them.
-        maximum_name: What the maximum is.
+    `name` is the argument's in the message, `maximum_name` says what the maximum is.
     """
     if not readable(values):
         return
@@ -96,12 +90,11 @@ def require_range(
     if len(wrong):
         index = wrong[0].tolist()
         limit = f"{maximum_name}={maximum}" if maximum_name else maximum
-        raise InvalidArgumentError(
-            f"{name}{index}", f"a number from {minimum} to {limit}", values[tuple(index)].item()
-        )
+        got = values[tuple(index)].item()
+        raise InvalidArgumentError(f"{name}{index}", f"a number from {minimum} to {limit}", got)
 
 
-def require_bounds(name: str, bounds: torch.Tensor, total: int) -> None:
+def require_bounds(name: str, bounds: Tensor, total: int) -> None:
     """Require first rows of packed requests: ascending from 0 to at most all rows."""
     if not readable(bounds):
         return
@@ -116,17 +109,9 @@ def require_tensor(
     shape: Shape,
     dtypes: Sequence[torch.dtype],
     device: torch.device | None,
-) -> torch.Tensor:
-    """The tensor, if it is one of the shape, dtype and device.
-
-    Args:
-        name: The argument's name in the message.
-        tensor: What came.
-        shape: What was expected.
-        dtypes: The dtypes that are allowed.
-        device: Where it has to be; None for anywhere.
-    """
-    if not isinstance(tensor, torch.Tensor):
+) -> Tensor:
+    """The tensor, if it has the shape, one of the dtypes, and the device where one is given."""
+    if not isinstance(tensor, Tensor):
         raise InvalidArgumentError(name, f"a tensor [{_labels(shape)}]", type(tensor).__name__)
     # Every call passes here several times, so nothing is formatted before something is wrong.
     sizes = tensor.shape
@@ -156,9 +141,7 @@ def require_device(device: object) -> torch.device:
         raise InvalidArgumentError("device", "a device of this machine, such as cpu", got) from None
 
 
-def zero_rows(
-    name: str, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def zero_rows(name: str, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of a shape that a caller chose; an error if the host has too little memory."""
     try:
         return torch.zeros(rows, dtype=dtype, device=device)
@@ -169,7 +152,7 @@ def zero_rows(
         raise InvalidArgumentError(name, "no more than fits into memory", got) from error
 
 
-def kernel_ready(tensor: torch.Tensor) -> torch.Tensor:
+def kernel_ready(tensor: Tensor) -> Tensor:
     """The tensor as kernels read operands, contiguous and aligned; copied if it is not."""
     tensor = tensor.contiguous()
     offset = tensor.storage_offset() * tensor.element_size()
@@ -183,25 +166,18 @@ def index_tensor(
     device: torch.device,
     dtype: torch.dtype,
     limits: tuple[int, int, str] | None = None,
-) -> torch.Tensor:
-    """Integers as a tensor on the device; a list of numbers is copied there.
+) -> Tensor:
+    """Integers as a tensor of a dtype on the device; a list of numbers is copied there.
 
-    Args:
-        name: The argument's name in the message.
-        value: A tensor of integers, or a sequence of them.
-        shape: What was expected.
-        device: Where it has to be.
-        dtype: The dtype of the result.
-        limits: Least and largest value, and what the largest is; None for any.
+    The limits are least and largest value, and what the largest is; None for any.
     """
     given = value
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         try:
             value = torch.tensor(value, device="cpu")  # whatever the default device is
         except (TypeError, ValueError, RuntimeError):
-            raise InvalidArgumentError(
-                name, "integers, as a tensor or a sequence", repr(value)
-            ) from None
+            expected = "integers, as a tensor or a sequence"
+            raise InvalidArgumentError(name, expected, repr(value)) from None
         if value.numel() == 0:  # an empty list has no dtype of its own
             value = value.to(torch.int64)
     place = device if value is given else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
 
-def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
+def tree_ancestors(parents: Tensor) -> Tensor:
     """The mask of a tree of tokens: which tokens are on the path from a token to the root.
 
     Args:
@@ -21,16 +22,19 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     Returns:
         bool `[..., s, s]`: row i is true at i and at all ancestors of i.
     """
-    if not isinstance(parents, torch.Tensor) or not parents.dim():
-        got = list(parents.shape) if isinstance(parents, torch.Tensor) else type(parents).__name__
+    if not isinstance(parents, Tensor) or not parents.dim():
+        got = list(parents.shape) if isinstance(parents, Tensor) else type(parents).__name__
         raise InvalidArgumentError("parents", "a tensor [..., s]", got)
-    if parents.dtype not in INDEX_DTYPES:
-        expected = " or ".join(str(dtype) for dtype in INDEX_DTYPES)
-        raise InvalidArgumentError("parents", f"dtype {expected}", parents.dtype)
+    _require_dtype("parents", parents, INDEX_DTYPES)
     return _ancestors("parents", parents)
 
 
-def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
+def _require_dtype(name: str, given: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if given.dtype not in dtypes:
+        raise InvalidArgumentError(name, f"dtype {' or '.join(map(str, dtypes))}", given.dtype)
+
+
+def _ancestors(name: str, parents: Tensor) -> Tensor:
     """See `tree_ancestors`; `name` is what a caller calls the parents."""
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
@@ -38,11 +42,8 @@ def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
         wrong = ((parents < -1) | (parents >= order)).nonzero()
         if len(wrong):
             index = wrong[0].tolist()
-            raise InvalidArgumentError(
-                f"{name}{index}",
-                f"-1 or the index of a token before token {index[-1]}",
-                parents[tuple(index)].item(),
-            )
+            expected = f"-1 or the index of a token before token {index[-1]}"
+            raise InvalidArgumentError(f"{name}{index}", expected, parents[tuple(index)].item())
     is_parent = (parents[..., None] == order) & (order < order[:, None])
     reach = (is_parent | torch.eye(s, dtype=torch.bool, device=parents.device)).float()
     steps = 1
@@ -52,19 +53,10 @@ def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
-def checked_tree(tree: torch.Tensor, b: int, s: int, device: torch.device) -> torch.Tensor:
-    """Any accepted tree mask as bool `[b, s, s]`.
-
-    Args:
-        tree: bool `[s, s]` or `[b, s, s]`, or parents as int `[s]` or `[b, s]`.
-        b: requests.
-        s: query tokens; the most of any request when they differ.
-        device: where it has to be.
-    """
+def checked_tree(tree: Tensor, b: int, s: int, device: torch.device) -> Tensor:
+    """Any accepted tree mask on the device, see `mla_attention`, as bool `[b, s, s]`."""
     dtypes = (torch.bool, *INDEX_DTYPES)
-    if tree.dtype not in dtypes:  # the shape follows from it
-        expected = " or ".join(map(str, dtypes))
-        raise InvalidArgumentError("tree_mask", f"dtype {expected}", tree.dtype)
+    _require_dtype("tree_mask", tree, dtypes)  # the shape follows from it
     is_mask = tree.dtype is torch.bool
     tail = [("s", s), ("s", s)] if is_mask else [("s", s)]
     shape = tail if tree.dim() == len(tail) else [("b", b), *tail]
@@ -83,30 +75,28 @@ class Visibility:
             `lengths` where the cache holds only the first part of a request.
         counts: int64 `[b]`, query tokens of each request, its newest tokens.
         s: query rows per request, of which each request uses the first `counts`.
-        causal: whether a query sees no position after its own.
-        tree: bool `[b, s, s]`, which of the newest tokens a query sees, within causal order.
-        shards, shard: slot i of the cache holds token i * shards + shard of the request.
-        sliding_window: newest tokens, up to its own, that a query sees; None for all.
+        causal, tree, shards, shard, sliding_window: as of `AttentionTask`; slot i of the cache
+            holds token i * shards + shard of the request.
     """
 
-    lengths: torch.Tensor
-    ends: torch.Tensor
-    counts: torch.Tensor
+    lengths: Tensor
+    ends: Tensor
+    counts: Tensor
     s: int
     causal: bool
-    tree: torch.Tensor | None
+    tree: Tensor | None
     shards: int = 1
     shard: int = 0
     sliding_window: int | None = None
 
-    def first_seen(self) -> torch.Tensor | None:
+    def first_seen(self) -> Tensor | None:
         """First slot in the sliding window of any query, int64 `[b]`; None without a window."""
         if self.sliding_window is None:
             return None
         token = self.ends - self.counts - self.sliding_window + 1
         return (token - self.shard + self.shards - 1).div(self.shards, rounding_mode="floor")
 
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, positions: Tensor) -> Tensor:
         """Whether query i sees a position: bool `[b, s, m]` for int64 `[b, m]`; -1 is unseen."""
         query = torch.arange(self.s, device=positions.device)  # [s]
         at = positions[:, None, :]  # [b, 1, m]

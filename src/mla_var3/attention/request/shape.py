@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ _FLAGS = (
     "whole_copy", "rows_in_32_bits",
 )  # fmt: skip
 CALL_DTYPES = (*DTYPES, "float32")
+PARTIAL = "a cache that holds a part of each request (total_lengths)"
+BATCH_INVARIANT = "a result that does not depend on the batch (batch_invariant)"
+FLOAT32 = "float32; it takes bfloat16 and float16"
+UNALIGNED = "cache rows that are not 16-byte aligned"
+"""What kernels refuse, as their reason says it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class CallShape:
         b, s, t, h, d, p, k, v: sizes as everywhere; s is the most queries of any request, and a v
             of 0 becomes d.
         dtype: bfloat16, float16 or float32.
-        causal: whether a query sees no later position.
+        causal, batch_invariant, sliding_window, scale: as for `mla_attention`.
         page_size: tokens per page; None for a dense cache.
         window: slots of the ring of decompressed tokens.
         prefix: tokens of the decompressed shared prefix.
@@ -48,10 +53,7 @@ class CallShape:
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
         partial: whether the cache holds a part of each request only.
-        batch_invariant: whether a request's result must not depend on the rest of the batch.
         latent_only: whether the caller does the projections.
-        sliding_window: newest tokens, up to itself, that a query sees; None for all.
-        scale: factor on the logits; None for `(d + p) ** -0.5`.
         aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
         whole_copy: whether a ring as long as the cache is known to hold every token; otherwise
             kernels that read all tokens decompressed decompress them in every call.
@@ -88,7 +90,6 @@ class CallShape:
     rows_in_32_bits: bool = True
 
     def __post_init__(self) -> None:
-        """Check every field; an error names it, what was expected and what came."""
         require_sizes(self)
         for name in ("window", "prefix", "shared", "prefix_copies"):
             require_int(name, getattr(self, name), minimum=0, maximum=MOST)
@@ -107,19 +108,14 @@ class CallShape:
             raise InvalidArgumentError("dtype", expected, repr(self.dtype))
         if self.cache_dtype is not None:
             cache_format(self.cache_dtype).require_widths(self.k, self.p)
-        if self.window_dtype is not None:
-            if self.window_dtype != FP8.name:
-                expected = f"{FP8.name!r} or None"
-                raise InvalidArgumentError("window_dtype", expected, repr(self.window_dtype))
-            if not self.window:
-                raise InvalidArgumentError("window_dtype", "none without a window", FP8.name)
+        if self.window_dtype not in (None, FP8.name):
+            expected = f"{FP8.name!r} or None"
+            raise InvalidArgumentError("window_dtype", expected, repr(self.window_dtype))
+        if self.window_dtype is not None and not self.window:
+            raise InvalidArgumentError("window_dtype", "none without a window", FP8.name)
 
     def refused_cache(self, formats: Sequence[str] = ()) -> str | None:
-        """Why a kernel refuses the cache of the call; None if it reads it.
-
-        Args:
-            formats: 8-bit formats that the kernel reads, beside 16-bit caches.
-        """
+        """Why a kernel that reads these 8-bit formats refuses the cache; None if it does not."""
         if self.cache_dtype is None or self.cache_dtype in formats:
             return None
         read = ", ".join(("16-bit ones", *formats))
@@ -151,5 +147,9 @@ class CallShape:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
         return asdict(self)
+
+
+def refusal_of(reasons: Mapping[str, object]) -> str | None:
+    """The first reason that holds; None where none does."""
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix.groups import DecompressedPrefixes, about_tokens
@@ -26,56 +28,47 @@ class AttentionTask:
         q_rope: `[b, s, h, p]`, or `[total, h, p]`.
         cache: the KV tokens.
         w_uk, w_uv: `[h, d, k]` and `[h, k, v]`; None when the caller does the projections.
-        causal: whether a query sees no later position.
-        scale: factor on the logits.
+        causal, scale, max_kv, shards, shard, batch_invariant, sliding_window, prefix, out: as for
+            `mla_attention`.
         tree: bool `[b, s, s]`; None for plain causal order.
         cu_seqlens_q: int32 `[b+1]`; None when all requests have s queries.
         max_q: queries per request, the most of any when they differ; None when only the device
             knows.
-        max_kv: host-side bound on the lengths; None for the capacity.
         total_lengths: int32 `[b]`, see `Visibility.ends`; None when the cache holds all tokens.
-        shards, shard: with `total_lengths`, how many caches hold the tokens of a request in turns,
-            and which one this is.
-        batch_invariant: whether a request's result must not depend on the rest of the batch.
-        sliding_window: newest tokens, up to itself, that a query sees; None for all.
-        prefix: which requests share their first tokens; None where the call does not say.
         schedule: memory that the calls of a `Step` share; None for a call of its own.
         scheduled: whether the schedule of this call is there.
-        out: where the output goes; None for a new tensor.
         empty_positive: whether a query that sees no token has an LSE of +inf, as in
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
     """
 
-    q: torch.Tensor
-    q_rope: torch.Tensor
+    q: Tensor
+    q_rope: Tensor
     cache: CacheView
-    w_uk: torch.Tensor | None
-    w_uv: torch.Tensor | None
+    w_uk: Tensor | None
+    w_uv: Tensor | None
     causal: bool
     scale: float
-    tree: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
+    tree: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     max_q: int | None = None
     max_kv: int | None = None
-    total_lengths: torch.Tensor | None = None
+    total_lengths: Tensor | None = None
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
     sliding_window: int | None = None
     prefix: Prefix | None = None
-    schedule: torch.Tensor | None = None
+    schedule: Tensor | None = None
     scheduled: bool = False
-    out: torch.Tensor | None = None
+    out: Tensor | None = None
     empty_positive: bool = False
 
     @property
     def latent_only(self) -> bool:
-        """Whether queries and output are in the latent space."""
         return self.w_uk is None
 
     @property
     def h(self) -> int:
-        """Heads."""
         return self.q.shape[-2]
 
     @property
@@ -83,7 +76,7 @@ class AttentionTask:
         """Width of the output."""
         return self.cache.latent.shape[-1] if self.w_uv is None else self.w_uv.shape[2]
 
-    def with_empty_sums(self, lse: torch.Tensor) -> torch.Tensor:
+    def with_empty_sums(self, lse: Tensor) -> Tensor:
         """The LSE as this call wants it: -inf or +inf for queries that see no token."""
         if not self.empty_positive:
             return lse
@@ -106,49 +99,39 @@ class AttentionTask:
     def shape(self) -> CallShape:
         """What decides which kernels can serve the call."""
         cache, ragged = self.cache, self.cu_seqlens_q is not None
-        b, shared = cache.requests, self._shared()
+        b, k = cache.requests, cache.latent.shape[-1]
+        shared, groups = self._shared()
         mean = -(-self.q.shape[0] // max(b, 1)) if ragged else self.q.shape[1]
         d = self.q.shape[-1] if self.w_uk is None else self.w_uk.shape[1]
-        p = self.q_rope.shape[-1]
         t = cache.capacity if self.max_kv is None else min(self.max_kv, cache.capacity)
-        widest = max(cache.latent.shape[-1], d, self.width)
+        widest = max(k, d, self.width)
+        copies = self.prefix.copies if isinstance(self.prefix, DecompressedPrefixes) else ()
+        as_they_are = ("h", "causal", "batch_invariant", "sliding_window", "latent_only", "scale")
+        known: dict[str, Any] = {name: getattr(self, name) for name in as_they_are}
+        known |= {name: getattr(cache, name) for name in ("page_size", "window", "prefix")}
         return CallShape(
+            **known,
             b=b,
             s=max(1, self.max_q or mean),
             t=t,
-            h=self.h,
             d=d,
-            p=p,
-            k=cache.latent.shape[-1],
+            p=self.q_rope.shape[-1],
+            k=k,
             v=0 if self.w_uv is None else self.w_uv.shape[2],
             dtype=str(self.q.dtype).removeprefix("torch."),
-            causal=self.causal,
-            page_size=cache.page_size,
-            window=cache.window,
-            prefix=cache.prefix,
             ragged=ragged,
             tree=self.tree is not None,
             partial=self.total_lengths is not None,
-            batch_invariant=self.batch_invariant,
-            sliding_window=self.sliding_window,
-            latent_only=self.latent_only,
-            scale=self.scale,
             aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope))
             and _are_scales_aligned(cache.scales),
-            shared=shared[0],
-            groups=shared[1],
-            prefix_copies=self._prefix_copies(),
+            shared=shared,
+            groups=groups,
+            prefix_copies=max((copy.tokens for copy in copies), default=0),
             cache_dtype=None if cache.format is None else cache.format.name,
             window_dtype=None if cache.window_scales is None else FP8.name,
             whole_copy=cache.window < t or cache.window_start is None or cache.ring_whole,
             rows_in_32_bits=not ragged or self.q.shape[0] * self.h * widest <= MOST,
         )
-
-    def _prefix_copies(self) -> int:
-        """Most decompressed tokens of any group's prefix."""
-        if not isinstance(self.prefix, DecompressedPrefixes):
-            return 0
-        return max((copy.tokens for copy in self.prefix.copies), default=0)
 
     def _shared(self) -> tuple[int, int]:
         """Shared first tokens of a request, roughly, and groups that share some."""
@@ -159,14 +142,14 @@ class AttentionTask:
         return (self.cache.prefix if is_pageable(self.cache) else 0), 1
 
 
-def _are_scales_aligned(scales: torch.Tensor | None) -> bool:
+def _are_scales_aligned(scales: Tensor | None) -> bool:
     """The same for scales beside the rows; one scale for all is read by itself."""
     if scales is None or scales.dim() == 1:
         return True
     return _is_aligned(scales if scales.shape[-1] > 1 else scales[..., 0])
 
 
-def _is_aligned(rows: torch.Tensor) -> bool:
+def _is_aligned(rows: Tensor) -> bool:
     """Whether the copy engine of a GPU can read the rows: stride 1 inside, 16-byte steps."""
     if not rows.shape[-1]:  # no rope part
         return True

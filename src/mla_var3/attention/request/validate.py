@@ -1,11 +1,18 @@
-"""From the arguments of the public calls to an `AttentionTask`, with every check on the way."""
+"""From the arguments of the public calls to an `AttentionTask`, with every check on the way.
+
+Values are checked where the host has them, on a GPU only with HYPER_MLA_DEBUG=1. A wrong one there
+never leads outside of a buffer: lengths beyond the capacity end there, block table entries are
+clamped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
@@ -20,11 +27,13 @@ from mla_var3.attention.prefix.layout import (
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    debug_on,
     index_tensor,
+    readable,
     require_bounds,
+    require_range,
     require_tensor,
 )
-from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
@@ -32,7 +41,7 @@ from mla_var3.op.mla.problem import MOST, require_int, require_scale
 from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
 
-Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
+Cache = LatentCache | CacheView | tuple[Tensor, Tensor]
 """What the calls take as `cache`: ours, a view of a foreign cache, or `(c_kv, k_rope)`."""
 
 
@@ -40,15 +49,15 @@ Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 class Options:
     """The optional arguments that both public calls share; see `mla_attention`."""
 
-    lengths: torch.Tensor | Sequence[int] | None = None
+    lengths: Tensor | Sequence[int] | None = None
     causal: bool = True
     scale: float | None = None
-    out: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
+    out: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     max_q: int | None = None
-    tree_mask: torch.Tensor | None = None
+    tree_mask: Tensor | None = None
     max_kv: int | None = None
-    total_lengths: torch.Tensor | Sequence[int] | None = None
+    total_lengths: Tensor | Sequence[int] | None = None
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
@@ -57,12 +66,7 @@ class Options:
 
 
 def full_task(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Cache,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    options: Options,
+    q_nope: Tensor, q_rope: Tensor, cache: Cache, w_uk: Tensor, w_uv: Tensor, options: Options
 ) -> AttentionTask:
     """The task of `mla_attention`."""
     rows = _query_rows("q_nope", q_nope, options)
@@ -73,8 +77,7 @@ def full_task(
     require_tensor("w_uv", w_uv, [h, k, ("v", None)], dtypes, device)
     if not w_uv.shape[2]:
         raise InvalidArgumentError("w_uv", "v of at least 1", list(w_uv.shape))
-    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
-    require_tensor("q_rope", q_rope, [*rows, h, ("p", p)], dtypes, device)
+    _require_rope(q_rope, [*rows, h], q_nope)
     view = _checked_view(cache, w_uk.shape[2], q_rope, options)
     _require_decompressed(view, q_nope, ("v", w_uv.shape[2]), ("p", q_rope.shape[-1]))
     width = q_nope.shape[-1] + q_rope.shape[-1]
@@ -82,18 +85,12 @@ def full_task(
 
 
 def latent_task(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Cache,
-    options: Options,
-    head_width: int,
+    q_latent: Tensor, q_rope: Tensor, cache: Cache, options: Options, head_width: int
 ) -> AttentionTask:
     """The task of `mla_latent_attention`; `head_width` is d, for the default scale."""
     rows = _query_rows("q_latent", q_latent, options)
     require_int("d", head_width, minimum=1)
-    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
-    shape = [*rows, ("h", q_latent.shape[-2]), ("p", p)]
-    require_tensor("q_rope", q_rope, shape, [q_latent.dtype], q_latent.device)
+    _require_rope(q_rope, [*rows, ("h", q_latent.shape[-2])], q_latent)
     view = _checked_view(cache, q_latent.shape[-1], q_rope, options).without_copies()
     width = head_width + q_rope.shape[-1]
     return _task(q_latent, q_rope, view, None, None, options, width, q_latent.shape[-1])
@@ -111,7 +108,12 @@ def _query_rows(name: str, q: object, options: Options) -> list[tuple[str, int |
     return [(label, size) for label, size in zip(labels, checked.shape, strict=False)]
 
 
-def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options) -> CacheView:
+def _require_rope(q_rope: object, rows: list[tuple[str, int | None]], q: Tensor) -> None:
+    p = q_rope.shape[-1] if isinstance(q_rope, Tensor) and q_rope.dim() else None
+    require_tensor("q_rope", q_rope, [*rows, ("p", p)], [q.dtype], q.device)
+
+
+def _checked_view(cache: object, k: int, q_rope: Tensor, options: Options) -> CacheView:
     """The view of any accepted cache, with the lengths of the call."""
     device, dtype, p = q_rope.device, q_rope.dtype, q_rope.shape[-1]
     ragged = options.cu_seqlens_q is not None
@@ -127,9 +129,8 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
         full = torch.full((c_kv.shape[0],), c_kv.shape[1], dtype=torch.int32, device=device)
         view = CacheView(c_kv, k_rope, full)
     else:
-        raise InvalidArgumentError(
-            "cache", "a LatentCache, a CacheView or a pair (c_kv, k_rope)", type(cache).__name__
-        )
+        expected = "a LatentCache, a CacheView or a pair (c_kv, k_rope)"
+        raise InvalidArgumentError("cache", expected, type(cache).__name__)
     paged: list[tuple[str, int | None]] = [("num_pages", None), ("page_size", None)]
     rows = [("b", b), ("t", None)] if view.block_table is None else paged
     fmt = view.format
@@ -157,10 +158,7 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
 
 
 def _require_decompressed(
-    view: CacheView,
-    q_nope: torch.Tensor,
-    v: tuple[str, int | None],
-    p: tuple[str, int | None],
+    view: CacheView, q_nope: Tensor, v: tuple[str, int | None], p: tuple[str, int | None]
 ) -> None:
     """Checks the ring and the shared prefix, each of which is whole or not there."""
     h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
@@ -196,7 +194,7 @@ def _require_decompressed(
 
 
 def _require_copies(
-    prefix: DecompressedPrefixes, q_nope: torch.Tensor, q_rope: torch.Tensor, v: tuple[str, int]
+    prefix: DecompressedPrefixes, q_nope: Tensor, q_rope: Tensor, v: tuple[str, int]
 ) -> None:
     """Checks that the decompressed prefixes are of the heads and widths of the call."""
     h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
@@ -210,11 +208,11 @@ def _require_copies(
 
 
 def _task(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
+    q: Tensor,
+    q_rope: Tensor,
     view: CacheView,
-    w_uk: torch.Tensor | None,
-    w_uv: torch.Tensor | None,
+    w_uk: Tensor | None,
+    w_uv: Tensor | None,
     options: Options,
     key_width: int,
     out_width: int,
@@ -243,14 +241,13 @@ def _task(
             raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)
         max_q = q.shape[1]
         if options.causal and options.total_lengths is None and max_q > view.capacity:
-            raise InvalidArgumentError(
-                "s", f"at most the t={view.capacity} slots of a request (causal)", max_q
-            )
+            expected = f"at most the t={view.capacity} slots of a request (causal)"
+            raise InvalidArgumentError("s", expected, max_q)
     tree = options.tree_mask
     if tree is not None:
         if not options.causal:
             raise InvalidArgumentError("tree_mask", "none with causal=False", "a tree")
-        if not isinstance(tree, torch.Tensor):
+        if not isinstance(tree, Tensor):
             raise InvalidArgumentError("tree_mask", "a tensor", type(tree).__name__)
         s = tree.shape[-1] if ragged and max_q is None and tree.dim() else max_q
         tree = checked_tree(tree, b, s or 0, device)
@@ -272,9 +269,8 @@ def _task(
     if isinstance(prefix, DecompressedPrefixes) and w_uk is not None:
         _require_copies(prefix, q, q_rope, ("v", out_width))
     if isinstance(prefix, PrefixLayout) and options.lengths is not None:
-        raise InvalidArgumentError(
-            "lengths", "none beside a PrefixLayout, which holds them", "some"
-        )
+        expected = "none beside a PrefixLayout, which holds them"
+        raise InvalidArgumentError("lengths", expected, "some")
     out = options.out
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")
@@ -287,25 +283,80 @@ def _task(
     if options.scale is not None:
         require_scale(options.scale)
     window = options.sliding_window
+    as_given = ("causal", "max_kv", "shards", "shard", "batch_invariant")
     task = AttentionTask(
         q=q,
         q_rope=q_rope,
         cache=view,
         w_uk=w_uk,
         w_uv=w_uv,
-        causal=options.causal,
+        **{name: getattr(options, name) for name in as_given},
         scale=float(key_width**-0.5 if options.scale is None else options.scale),
         tree=tree,
         cu_seqlens_q=query_bounds,
         max_q=max_q,
-        max_kv=options.max_kv,
         total_lengths=total,
-        shards=options.shards,
-        shard=options.shard,
-        batch_invariant=options.batch_invariant,
         sliding_window=None if window is None else min(window, MOST // 2),
         prefix=prefix,
         out=out,
     )
     check_values(task)
     return task
+
+
+def check_values(task: AttentionTask) -> None:
+    """Check lengths, block table, window and query bounds of a call, where they can be read."""
+    cache = task.cache
+    limit, limit_name = cache.capacity, "t"
+    if task.max_kv is not None and task.max_kv < limit:
+        limit, limit_name = task.max_kv, "max_kv"
+    require_range("lengths", cache.lengths, 0, limit, limit_name)
+    if task.cu_seqlens_q is not None:
+        require_bounds("cu_seqlens_q", task.cu_seqlens_q, task.q.shape[0])
+    if readable(cache.lengths):
+        _check_block_table(task)
+        _check_queries(task)
+        _check_window(task)
+
+
+def _check_window(task: AttentionTask) -> None:
+    start, lengths, n = task.cache.window_start, task.cache.lengths, task.cache.window
+    if start is None:
+        return
+    for request, (first, length) in enumerate(zip(start.tolist(), lengths.tolist(), strict=True)):
+        if first < max(0, length - n):
+            expected = f"a position among the newest n={n} of {length}"
+            raise InvalidArgumentError(f"window_start[{request}]", expected, first)
+
+
+def _check_queries(task: AttentionTask) -> None:
+    lengths = task.cache.lengths.tolist()
+    if task.cu_seqlens_q is None:
+        counts = [task.q.shape[1]] * len(lengths)
+    else:
+        counts = [b - a for a, b in pairwise(task.cu_seqlens_q.tolist())]
+        if task.max_q is not None and max(counts, default=0) > task.max_q:
+            raise InvalidArgumentError("max_q", f"at least {max(counts)}", task.max_q)
+    if not debug_on() or not task.causal or task.total_lengths is not None:
+        return
+    for request, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        # A request without tokens is padding of the batch; its rows are zero by definition.
+        if count > length > 0:
+            expected = f"at least the s={count} query tokens, or 0"
+            raise InvalidArgumentError(f"lengths[{request}]", expected, length)
+
+
+def _check_block_table(task: AttentionTask) -> None:
+    table, page = task.cache.block_table, task.cache.page_size
+    if table is None or page is None:
+        return
+    used = -(-task.cache.lengths // page)
+    columns = torch.arange(table.shape[1], device=table.device)
+    # Entries beyond a request's tokens may be anything.
+    entries = torch.where(columns < used[:, None], table, 0)
+    last = task.cache.latent.shape[0] - 1
+    wrong = ((entries < 0) | (entries > last)).nonzero()
+    if len(wrong):
+        request, column = wrong[0].tolist()
+        name, got = f"block_table[{request}, {column}]", int(table[request, column])
+        raise InvalidArgumentError(name, f"a page from 0 to {last}", got)

@@ -11,20 +11,41 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mla_var3.attention.backends.plans import PlannedBackend, tuning_plan
-from mla_var3.attention.backends.registry import AUTO, Backend, backends, named
-from mla_var3.attention.backends.torch_tiled import TORCH_TILED
+import torch
+
+from mla_var3.attention.backends.latent import Attended, LatentBackend
+from mla_var3.attention.backends.plans import (
+    Measured,
+    PlannedBackend,
+    has_histories,
+    local_result,
+    tuning_plan,
+)
+from mla_var3.attention.backends.registry import (
+    AUTO,
+    Backend,
+    backends,
+    named,
+    require_kernel_name,
+)
+from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
+from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.attention.request.checks import debug_on, inference
 from mla_var3.attention.request.shape import CallShape
-from mla_var3.attention.select.tuned import Measured, has_histories, local_result
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.request.validate import check_values
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.errors import HyperMlaError, UnsupportedError
+from mla_var3.errors import HyperMlaError, UnknownNameError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
 from mla_var3.op.mla.model.mix import WORTH_MIXING
 from mla_var3.op.mla.model.times import BORROWED, IDEAL, Estimate
+from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import find_kernel
+from mla_var3.runtime.workflow import current_device_spec, planning_device
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +58,11 @@ class Candidate:
     """One kernel and what is known about it for a call; times are call times in microseconds.
 
     Attributes:
-        kernel, language: Its id.
-        refusal: Why it cannot serve the call; None when it can.
-        missing: What this machine lacks to run it; None when nothing.
-        estimate: What the model expects; None for a kernel that it does not know.
-        measured: Its kernel time as the autotuner measured it; None if it did not.
+        kernel, language: its id.
+        refusal: why it cannot serve the call; None when it can.
+        missing: what this machine lacks to run it; None when nothing.
+        estimate: what the model expects; None for a kernel that it does not know.
+        measured: its kernel time as the autotuner measured it; None if it did not.
     """
 
     kernel: str
@@ -113,17 +134,12 @@ class Candidate:
         return self.range_us[1] < other.range_us[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        least_us, most_us = self.range_us
+        names = (
+            "kernel", "language", "refusal", "missing", "predicted_us", "measured_us", "steady_us"
+        )  # fmt: skip
         return {
-            "kernel": self.kernel,
-            "language": self.language,
-            "refusal": self.refusal,
-            "missing": self.missing,
-            "predicted_us": self.predicted_us,
-            "measured_us": self.measured_us,
-            "steady_us": self.steady_us,
-            "range_us": [least_us, most_us] if math.isfinite(most_us) else None,
+            **{name: getattr(self, name) for name in names},
+            "range_us": list(self.range_us) if math.isfinite(self.range_us[1]) else None,
             "measured_source": None if self.measured is None else self.measured.source,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
         }
@@ -155,7 +171,6 @@ class Explanation:
     candidates: tuple[Candidate, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, JSON-ready."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         candidates = [candidate.to_dict() for candidate in self.candidates]
         return {**plain, "shape": self.shape.to_dict(), "candidates": candidates}
@@ -167,14 +182,10 @@ class Explanation:
 def choose(
     shape: CallShape, spec: DeviceSpec, *, kernel: str = AUTO, runs_on: str = ""
 ) -> tuple[Explanation, Backend]:
-    """Choose for a call.
+    """Choose for a call on the device that the times are for.
 
-    Args:
-        shape: Sizes and options of the call.
-        spec: The device that the times are for.
-        kernel: "auto", or the kernel that has to be used.
-        runs_on: Where the tensors are, "cuda" or "cpu"; "" for a choice by sizes alone, which
-            does not depend on what is installed here.
+    `kernel` is "auto", or the kernel that has to be used. The tensors are on "cuda" or "cpu"; with
+    "" the choice is by sizes alone and does not depend on what is installed here.
 
     Raises:
         UnknownNameError: There is no such kernel.
@@ -194,6 +205,7 @@ def choose(
     if not able:
         raise UnsupportedError(_nothing_fits(kernel, wanted, pairs))
     (backend, chosen), reason, measured = _decide(able, kernel, spec, runs_on)
+    path = "interpreter" if runs_on == "cpu" else "kernel"
     others = [candidate for _, candidate in pairs if candidate is not chosen]
     explanation = Explanation(
         shape=shape,
@@ -201,12 +213,47 @@ def choose(
         runs_on=runs_on,
         kernel=chosen.kernel,
         language=chosen.language,
-        path=_path(backend, runs_on),
+        path="torch" if backend.kernel == TORCH_TILED else path,
         reason=reason,
         measured=measured,
         candidates=(chosen, *sorted(others, key=_order)),
     )
     return explanation, backend
+
+
+@inference
+def run(task: AttentionTask, kernel: str) -> Attended:
+    """Output, LSE and, where the kernel has one, the launch that repeats the call."""
+    if debug_on():
+        check_values(task)
+    require_kernel_name(kernel)
+    device = task.q.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        backend = backend_for(task.shape(), kernel, device)
+        if isinstance(backend, (LatentBackend, PrefixBackend)):
+            return backend.run_repeatable(task)
+        output, lse = backend.run(task)
+        return output, task.with_empty_sums(lse), None
+
+
+@CALL_STATE.cached(4096)
+def backend_for(shape: CallShape, kernel: str, device: torch.device) -> Backend:
+    """The backend of a call shape on a device, which is the current one; chosen once."""
+    if settled(kernel, device.type):
+        return TorchTiled()  # without loading a kernel language for the comparison
+    try:
+        spec = spec_for(device.type)
+    except UnknownNameError as error:
+        if kernel != AUTO:
+            raise
+        log.warning("%s; until then calls on this GPU use torch_tiled", error)
+        return TorchTiled()
+    return choose(shape, spec, kernel=kernel, runs_on=device.type)[1]
+
+
+def spec_for(device_type: str) -> DeviceSpec:
+    """The device that predictions are for."""
+    return current_device_spec() if device_type == "cuda" else planning_device()
 
 
 def settled(kernel: str, runs_on: str) -> bool:
@@ -286,20 +333,13 @@ def _times(pairs: Sequence[Pair]) -> str:
 
 
 def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidate:
-    kernel, language = backend.kernel, backend.language
+    kernel, language, targets = backend.kernel, backend.language, backend.targets
     refusal = backend.unsupported(shape)
-    if refusal is None and kernel != TORCH_TILED:
-        refusal = _target_refusal(backend, spec)
+    if refusal is None and targets is not None and not set(targets) & set(spec.targets):
+        refusal = f"{spec.name} ({spec.target}); it is written for {', '.join(targets)}"
     expected = None if refusal else estimate(kernel, shape.workload(), spec, language)
     measured = None if expected is None else _measured(backend, shape, spec)
     return Candidate(kernel, language, refusal, backend.missing(), expected, measured)
-
-
-def _target_refusal(backend: Backend, spec: DeviceSpec) -> str | None:
-    targets = backend.targets
-    if targets is None or set(targets) & set(spec.targets):
-        return None
-    return f"{spec.name} ({spec.target}); it is written for {', '.join(targets)}"
 
 
 def _measured(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Measured | None:
@@ -311,12 +351,6 @@ def _measured(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Measured 
     except HyperMlaError as error:  # no reason not to run the kernel
         log.warning("%s: tuning results cannot be read: %s", backend.kernel, error)
         return None
-
-
-def _path(backend: Backend, runs_on: str) -> str:
-    if backend.kernel == TORCH_TILED:
-        return "torch"
-    return "interpreter" if runs_on == "cpu" else "kernel"
 
 
 def _nothing_fits(kernel: str, wanted: Sequence[Backend], pairs: Sequence[Pair]) -> str:

@@ -48,11 +48,7 @@ def create(runner: Any) -> Any:
 
 
 def complete_settings(arguments: Any) -> None:
-    """Settings that follow from `--attention-backend hyper_mla`, as if the user had given them.
-
-    Args:
-        arguments: SGLang's `ServerArgs`, before it resolves them.
-    """
+    """Settings that follow from `--attention-backend hyper_mla`, before SGLang resolves its own."""
     from mla_var3.integrations.paged import PAGE_SIZE
 
     if getattr(arguments, "_resolution_finished", False):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
 
 import mla_var3
 from mla_var3.integrations import paged
@@ -37,19 +38,16 @@ without dividing by the layer's `k_scale`."""
 class Metadata:
     """What the layers of one forward pass share.
 
-    Attributes:
-        block_table: int32 `[b, max_pages]`.
-        lengths: int32 `[b]`, tokens of each request with its new ones.
-        max_q: query tokens of each request, or the most of any with `query_start_loc`.
-        query_start_loc: int32 `[b+1]`; None where each request has `max_q` query tokens.
-        tree_mask: bool `[b, max_q, max_q]`; None for chains.
+    The block table is int32 `[b, max_pages]`; lengths are int32 `[b]`, with the new tokens. Each
+    request has `max_q` query tokens, or with `query_start_loc`, int32 `[b+1]`, at most so many. A
+    tree mask is bool `[b, max_q, max_q]`; chains have none.
     """
 
-    block_table: torch.Tensor
-    lengths: torch.Tensor
+    block_table: Tensor
+    lengths: Tensor
     max_q: int
-    query_start_loc: torch.Tensor | None = None
-    tree_mask: torch.Tensor | None = None
+    query_start_loc: Tensor | None = None
+    tree_mask: Tensor | None = None
 
 
 class HyperMLABackend(AttentionBackend):
@@ -59,7 +57,6 @@ class HyperMLABackend(AttentionBackend):
     needs_cpu_seq_lens: bool = VerifyMask is None
 
     def __init__(self, runner: Any) -> None:
-        """Check the model, and compile the kernel's programs on a GPU."""
         super().__init__()
         config = runner.model_config
         if not runner.use_mla_backend:
@@ -89,7 +86,7 @@ class HyperMLABackend(AttentionBackend):
         draft = getattr(runner, "is_draft_worker", False)
         self._step = None if draft else paged.Step(self.device)
         self._step_metadata: Metadata | None = None
-        self._layers: dict[int, tuple[torch.Tensor, paged.Pages]] = {}
+        self._layers: dict[int, tuple[Tensor, paged.Pages]] = {}
         self._graph: Metadata | None = None
         self._verify_mask: Any = None
         self.forward_metadata: Metadata | None = None
@@ -199,26 +196,22 @@ class HyperMLABackend(AttentionBackend):
     ) -> None:
         """Nothing depends on the buffers that are filled late."""
 
-    def _table(self, forward_batch: Any, longest: int | None) -> torch.Tensor:
+    def _table(self, forward_batch: Any, longest: int | None) -> Tensor:
         """Pages of each request, int32 `[b, pages]`; all of them where no length is known."""
         pages = self._first_tokens
         if longest is not None:
             pages = pages[:, : -(-(longest + self.draft_tokens) // self.page_size)]
-        rows: torch.Tensor = pages[forward_batch.req_pool_indices.long()]
+        rows: Tensor = pages[forward_batch.req_pool_indices.long()]
         return (rows // self.page_size).to(torch.int32)
 
-    def _tree(
-        self, forward_batch: Any, context: torch.Tensor, *, padded: bool = False
-    ) -> torch.Tensor | None:
+    def _tree(self, forward_batch: Any, context: Tensor, *, padded: bool = False) -> Tensor | None:
         """Which draft tokens each draft token sees, bool `[b, s, s]`; None for chains.
 
-        Args:
-            forward_batch: a verification.
-            context: int32 `[b]`, tokens of each request before its drafts.
-            padded: whether some of the requests may have no part of the mask.
+        `context` are the tokens of each request before its drafts, int32 `[b]`. In a padded batch
+        some requests may have no part of the mask.
         """
         spec, s, b = forward_batch.spec_info, self.draft_tokens, context.shape[0]
-        mask: torch.Tensor | None = getattr(spec, "custom_mask", None)
+        mask: Tensor | None = getattr(spec, "custom_mask", None)
         # Trees of n-grams have no fixed number of branches: -1, or none in older versions.
         branches = getattr(spec, "tree_topk", getattr(spec, "topk", -1))
         if mask is None or branches in (0, 1):
@@ -246,16 +239,16 @@ class HyperMLABackend(AttentionBackend):
 
     def forward_decode(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         **others: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Write the new tokens to the cache, then attend."""
         for name, value in others.items():
             if value is not None:
@@ -280,12 +273,7 @@ class HyperMLABackend(AttentionBackend):
     forward_extend = forward_decode
 
     def _write(
-        self,
-        layer: Any,
-        forward_batch: Any,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        k_rope: torch.Tensor | None,
+        self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor | None, k_rope: Tensor | None
     ) -> None:
         location = forward_batch.out_cache_loc
         if hasattr(KVWriteLoc, "for_batch"):
@@ -333,7 +321,7 @@ def attention_ranks() -> int:
         return int(get_attention_tp_size())
 
 
-def _draft_only_mask(buffer: torch.Tensor | None) -> Any:
+def _draft_only_mask(buffer: Tensor | None) -> Any:
     """SGLang's description of a mask over the draft tokens alone; None where it has none."""
     if VerifyMask is None or buffer is None:
         return None

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -156,7 +157,7 @@ class HyperMLADecodeMetadata(MLACommonDecodeMetadata):
         step: the forward pass, whose layers share a schedule.
     """
 
-    query_start_loc: torch.Tensor
+    query_start_loc: Tensor
     max_query_len: int
     step: paged.Step | None
 
@@ -178,7 +179,6 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        """Fix the decode threshold and compile the kernel's programs."""
         heads = query_heads(vllm_config, layer_names)
         on_gpu = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name(device) if on_gpu else ""
@@ -222,14 +222,14 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
 
     def _build_decode(
         self,
-        block_table_tensor: torch.Tensor,
-        seq_lens_device: torch.Tensor,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
         max_seq_len: int,
-        query_start_loc_cpu: torch.Tensor,
-        query_start_loc_device: torch.Tensor,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
         num_decode_tokens: int,
         max_query_len: int | None = None,
-        dcp_tot_seq_lens_device: torch.Tensor | None = None,
+        dcp_tot_seq_lens_device: Tensor | None = None,
     ) -> HyperMLADecodeMetadata:
         most = int((query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]).max())
         if max_query_len is not None:
@@ -287,16 +287,16 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
         self._batch_invariant = batch_invariant()
         self._sharded = interleaves_tokens(config.parallel_config)
         # A cache and its views. vLLM empties this name wherever it gives up a layer's cache.
-        self._k_scale_cache: tuple[torch.Tensor, paged.Pages] | None = None
+        self._k_scale_cache: tuple[Tensor, paged.Pages] | None = None
         share_with_draft(config)
 
     def forward_mqa(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
         attn_metadata: HyperMLAMetadata,
         layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         decode = attn_metadata.decode
         assert decode is not None
         if not isinstance(q, tuple):
@@ -316,7 +316,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
             step=decode.step, **shards,
         )  # fmt: skip
 
-    def _pages_of(self, cache: torch.Tensor, layer: Any) -> paged.Pages:
+    def _pages_of(self, cache: Tensor, layer: Any) -> paged.Pages:
         """The views of the layer's cache. vLLM makes a new view of an 8-bit cache in every call."""
         known = self._k_scale_cache
         if known is None or (known[0] is not cache and paged.moved(known[0], cache)):

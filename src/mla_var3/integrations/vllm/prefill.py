@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from mla_var3.integrations.vllm import HOPPER, NAME, NO_CUTE, other_gpu
@@ -45,7 +46,6 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
-        """The reasons against this configuration: vLLM's, then ours."""
         reasons: list[str] = super().validate_configuration(device_capability, selector_config)
         reasons += other_gpu(device_capability)
         if not cls.is_available():
@@ -57,7 +57,7 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         super().prepare_metadata(prefill_metadata)
         # With the tensors, so that no other takes their address within the step.
-        self._offsets: dict[tuple[int, int], tuple[torch.Tensor, list[int]]] = {}
+        self._offsets: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         counts = getattr(prefill_metadata, "query_lens_cpu", None)
         if counts is not None:
             starts = prefill_metadata.query_start_loc
@@ -67,13 +67,13 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if output_scale is not None:
             raise NotImplementedError(f"{NAME} does not write outputs in 8 bits")
         starts = self._prefill_metadata.query_start_loc
@@ -85,13 +85,13 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self,
         *,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         chunk: Any = None,
         chunk_idx: int | None = None,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Attention over a part of the context, which older vLLM numbers and newer describes."""
         assert out is None, "supports_out() is not claimed"
         if chunk is None:
@@ -101,14 +101,8 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
         return self._attend(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, causal=False)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_starts: torch.Tensor,
-        k_starts: torch.Tensor,
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Attention of packed requests: the output `[tokens, h, v]` and the LSE `[h, tokens]`."""
         d = self.qk_nope_head_dim
         q_nope, q_rope = q[..., :d].contiguous(), q[..., d:].contiguous()
@@ -136,7 +130,7 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
             )  # fmt: skip
         return output, lse.transpose(0, 1).contiguous()
 
-    def _on_host(self, offsets: torch.Tensor) -> list[int]:
+    def _on_host(self, offsets: Tensor) -> list[int]:
         """Offsets on the host, read once per step and not in every layer."""
         key = offsets.data_ptr(), offsets.numel()
         found = self._offsets.get(key)
@@ -145,29 +139,17 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
         return found[1]
 
 
-def _attend_on_gpu(*operands: torch.Tensor, causal: bool, scale: float) -> None:
+def _attend_on_gpu(*operands: Tensor, causal: bool, scale: float) -> None:
     from mla_var3.kernel.cute_python.mla.decompressed.call import attend_request
 
     attend_request(*operands, causal=causal, scale=scale)
 
 
-def _attend_on_cpu(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k_rope: torch.Tensor,
-    length: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> None:
-    o, o_lse = reference_decompressed(
-        q_nope[None], q_rope[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
-        k_rope[None], length, causal=causal, scale=scale,
-    )  # fmt: skip
+def _attend_on_cpu(*operands: Tensor, causal: bool, scale: float) -> None:
+    q_nope, q_rope, keys, values, k_rope, length, output, lse = operands
+    keys, values = (rows.transpose(0, 1)[None] for rows in (keys, values))
+    request = q_nope[None], q_rope[None], keys, values, k_rope[None], length
+    o, o_lse = reference_decompressed(*request, causal=causal, scale=scale)
     output.copy_(o[0])
     lse.copy_(o_lse[0])
 

@@ -166,19 +166,29 @@ def test_the_host_checks_what_it_can_read(generator):
     q = queries(generator, len(LENGTHS), 1)
     of = GROUPS.prefix_of.clone()
     of[0, 1] = 0
-    with pytest.raises(InvalidArgumentError, match=r"prefix_of\[0, 1\]: expected a group that sha"):
-        attended(batch, q, replace(GROUPS, prefix_of=of))
-    with pytest.raises(InvalidArgumentError, match="prefix_of: expected ascending groups"):
-        attended(batch, q, replace(GROUPS, ordered=True))
-    with pytest.raises(InvalidArgumentError, match=r"prefix_of: expected \[levels, b=7\], got"):
-        attended(batch, q, replace(GROUPS, prefix_of=of[:, :6]))
-    with pytest.raises(InvalidArgumentError, match="prefix: expected PrefixGroups, PrefixLayout"):
-        attended(batch, q, [0, 0])
-    with pytest.raises(InvalidArgumentError, match="prefix_of: expected at most 2 levels, got 3"):
-        PrefixGroups(of.expand(3, -1), GROUPS.prefix_length.expand(3, -1))
-    for name, wrong in (("tokens", -1), ("own", 2.0), ("most", 0), ("ordered", 1)):
-        changed: dict[str, Any] = {name: wrong}
-        with pytest.raises(InvalidArgumentError, match=f"{name}: expected"):
+    layout = prefix_layout(GROUPS, q[0], batch.cache)
+    uncausal = prefix_layout(GROUPS, q[0], batch.cache, causal=False)
+    for groups, message in (
+        (replace(GROUPS, prefix_of=of), r"prefix_of\[0, 1\]: expected a group that shares"),
+        (replace(GROUPS, ordered=True), "prefix_of: expected ascending groups"),
+        (replace(GROUPS, prefix_of=of[:, :6]), r"prefix_of: expected \[levels, b=7\], got"),
+        ([0, 0], "prefix: expected PrefixGroups, PrefixLayout"),
+        (uncausal, "a layout of 7 queries with causal=True, got"),
+        (replace(layout, page=128), "a layout of pages of 64 tokens, got 128"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            attended(batch, q, groups)
+    with pytest.raises(InvalidArgumentError, match="lengths: expected none beside a PrefixLayout"):
+        attended(batch, q, layout, lengths=batch.cache.lengths.clone())
+    for changed, message in (
+        ({"tokens": -1}, "tokens: expected"),
+        ({"own": 2.0}, "own: expected"),
+        ({"most": 0}, "most: expected"),
+        ({"ordered": 1}, "ordered: expected"),
+        ({"prefix_of": of.expand(3, -1)}, "prefix_of: expected at most 2 levels, got 3"),
+        ({"prefix_length": of[:, :0]}, "prefix_length: expected at least one group"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
             replace(GROUPS, **changed)
     for operand, options, message in (
         (None, {}, r"q: expected a tensor \[b=7, s, h, ...\], got NoneType"),
@@ -191,19 +201,9 @@ def test_the_host_checks_what_it_can_read(generator):
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             prefix_layout(GROUPS, operand, batch.cache, **options)
-    with pytest.raises(InvalidArgumentError, match="prefix_length: expected at least one group"):
-        PrefixGroups(of, GROUPS.prefix_length[:, :0])
     none = replace(GROUPS, prefix_of=of[:, :0])
     with pytest.raises(InvalidArgumentError, match="cache: expected at least one request, got n"):
         prefix_layout(none, q[0][:0], batch.cache.span(0, 0))
-    layout = prefix_layout(GROUPS, q[0], batch.cache, causal=False)
-    with pytest.raises(InvalidArgumentError, match="a layout of 7 queries with causal=True, got"):
-        attended(batch, q, layout)
-    layout = prefix_layout(GROUPS, q[0], batch.cache)
-    with pytest.raises(InvalidArgumentError, match="lengths: expected none beside a PrefixLayout"):
-        attended(batch, q, layout, lengths=batch.cache.lengths.clone())
-    with pytest.raises(InvalidArgumentError, match="a layout of pages of 64 tokens, got 128"):
-        attended(batch, q, replace(layout, page=128))
     dense = make_batch(generator, LENGTHS, PREFIXES, paged=False)
     odd = replace(dense.cache, latent=dense.cache.latent[:, :310], rope=dense.cache.rope[:, :310])
     with pytest.raises(InvalidArgumentError, match="prefix: expected a paged cache, or a contig"):

@@ -1,7 +1,7 @@
 """Shared prefixes found in block tables, against all groupings of small batches."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -23,32 +23,21 @@ def common(rows: Rows) -> int:
     )
 
 
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for smaller in partitions(rest):
-        yield [[first], *smaller]
-        for place, block in enumerate(smaller):
-            yield [*smaller[:place], [first, *block], *smaller[place + 1 :]]
+def most_by_trees(rows: Rows, at: int, start: int, levels: int) -> int:
+    """The most pages that any grouping into levels saves, of rows that agree on `at` pages.
 
-
-def most_saved(rows: Rows, members: list[int], start: int, levels: int) -> int:
-    """The most pages that any grouping into levels saves; a group is all that begin alike."""
-    best = 0
-    for blocks in partitions(members):
-        saved = 0
-        for block in blocks:
-            shared = common([rows[r] for r in block])
-            alike = [r for r in members if rows[r][:shared] == rows[block[0]][:shared]]
-            if len(block) == 1 or alike != sorted(block):
-                continue
-            saved += (len(block) - 1) * max(0, shared - start)
+    A group is all that continue alike, or not all of them.
+    """
+    saved = 0
+    for page in {row[at] for row in rows if len(row) > at}:
+        alike = [row for row in rows if len(row) > at and row[at] == page]
+        if len(alike) > 1:
+            end = common(alike)
+            shared = (len(alike) - 1) * (end - start)
             if levels > 1:
-                saved += most_saved(rows, block, shared, levels - 1)
-        best = max(best, saved)
-    return best
+                shared += most_by_trees(alike, end, end, levels - 1)
+            saved += max(shared, most_by_trees(alike, end, start, levels))
+    return saved
 
 
 def saved_by(groups: PrefixGroups, rows: Rows, page: int) -> int:
@@ -81,7 +70,7 @@ def test_no_grouping_saves_more():
         for levels in (1, 2):
             found = find_shared_prefixes(table, lengths, page_size=page, queries=2, levels=levels)
             saved = saved_by(found, rows, page)
-            assert saved == most_saved(rows, list(range(b)), 0, levels), (table, lengths, levels)
+            assert saved == most_by_trees(rows, 0, 0, levels), (table, lengths, levels)
             assert (found.levels > 0) == (saved > 0)
 
 
@@ -117,30 +106,6 @@ def test_a_bound_keeps_the_shape_and_what_saves_most():
     assert find_shared_prefixes([], []).levels == 0
 
 
-def test_many_nested_prefixes():
-    """Each request continues the one before: deep, but no recursion."""
-    b = 300
-    table = [list(range(r + 1)) + [1000 + r] * (b - r) for r in range(b)]
-    found = find_shared_prefixes(table, [(r + 2) for r in range(b)], page_size=1, queries=0)
-    assert found.levels == 2 and found.most is not None and found.most > b // 3
-
-
-def most_by_trees(rows: Rows, at: int, start: int, levels: int) -> int:
-    """The same as `most_saved` for rows that agree on `at` pages: all that continue alike, or not
-    all of them.
-    """
-    saved = 0
-    for page in {row[at] for row in rows if len(row) > at}:
-        alike = [row for row in rows if len(row) > at and row[at] == page]
-        if len(alike) > 1:
-            end = common(alike)
-            shared = (len(alike) - 1) * (end - start)
-            if levels > 1:
-                shared += most_by_trees(alike, end, end, levels - 1)
-            saved += max(shared, most_by_trees(alike, end, start, levels))
-    return saved
-
-
 TRUNK = [0, 1, 2, 3, 4, 5]
 NESTED = [
     TRUNK[:1], TRUNK[:3], TRUNK, [*TRUNK, 20, 21, 22, 23], [*TRUNK, 24], [*TRUNK, 6, 25],
@@ -167,7 +132,7 @@ def test_no_grouping_of_forks_saves_more():
 
 
 def test_the_work_does_not_grow_with_the_square_of_the_requests(monkeypatch):
-    """34 s for 2048 requests, each of which continues the one before."""
+    """34 s for 2048 requests, each of which continues the one before: deep, but no recursion."""
     calls, plain = [0], find._Run.saves
 
     def counted(run, start):
@@ -175,10 +140,11 @@ def test_the_work_does_not_grow_with_the_square_of_the_requests(monkeypatch):
         return plain(run, start)
 
     monkeypatch.setattr(find._Run, "saves", counted)
-    b = 200
+    b = 300
     table = [list(range(r + 1)) + [1000 + r] * (b - r) for r in range(b)]
-    find_shared_prefixes(table, [r + 2 for r in range(b)], page_size=1, queries=0)
+    found = find_shared_prefixes(table, [r + 2 for r in range(b)], page_size=1, queries=0)
     assert 0 < calls[0] < 5 * b
+    assert found.levels == 2 and found.most is not None and found.most > b // 3
 
 
 def test_bad_tables():

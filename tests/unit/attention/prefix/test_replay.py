@@ -83,6 +83,14 @@ def queries(
     return [normal(generator, *leading, H, w, dtype=DTYPE) for w in (width, p)]
 
 
+def attend_right(batch: Batch, q: Any, prefix: Any, **options: Any) -> Any:
+    """The output of a latent call that is compared with the oracle."""
+    masks = {name: options.pop(name) for name in ("counts", "trees") if name in options}
+    found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=prefix, kernel=KERNEL, **options)
+    batch.require(*q, *found, **masks)
+    return found[0]
+
+
 @pytest.mark.parametrize("laid_out", [False, True], ids=["groups", "layout"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
 @pytest.mark.parametrize("levels", [1, 2])
@@ -93,11 +101,8 @@ def test_latent_calls(paged, levels, ordered, laid_out, latent, kernels, generat
         q, groups = queries(generator, 6, 2), groups_of(levels, ordered)
         prefix = prefix_layout(groups, q[0], batch.cache) if laid_out else groups
         options = {"out": torch.full_like(q[0], torch.nan)} if laid_out else {}
-        found = mla_var3.mla_latent_attention(
-            *q, batch.cache, prefix=prefix, kernel=KERNEL, **options
-        )
-        batch.require(*q, *found)
-        assert not options or found[0] is options["out"]
+        output = attend_right(batch, q, prefix, **options)
+        assert not options or output is options["out"]
         # One pass over own tokens, and one per level.
         assert (latent.calls, latent.repeats) == (1 + levels, turn * (1 + levels))
     gathered = [] if ordered else ["gather"] * levels
@@ -110,26 +115,20 @@ def test_trees_and_packed_queries(options, latent, kernels, generator):
     counts = [2, 0, 1, 3, 4, 1]
     for turn in range(2):
         batch, groups = batch_of(generator, 1, True), groups_of(1)
-        given: dict[str, Any] = {"prefix": groups, "kernel": KERNEL}
         if options == "tree":
             mask = mla_var3.attention.tree_ancestors(random_parents(generator, 6, 4))
-            q = queries(generator, 6, 4)
-            found = mla_var3.mla_latent_attention(*q, batch.cache, tree_mask=mask, **given)
-            batch.require(*q, *found, trees=mask)
+            attend_right(batch, queries(generator, 6, 4), groups, tree_mask=mask, trees=mask)
         else:
             bounds = torch.tensor([0, *counts]).cumsum(0).int()
             q = queries(generator, sum(counts) + 2)  # two rows of no request
-            found = mla_var3.mla_latent_attention(
-                *q, batch.cache, cu_seqlens_q=bounds, max_q=4, **given
-            )
-            batch.require(*q, *found, counts=counts)
+            attend_right(batch, q, groups, cu_seqlens_q=bounds, max_q=4, counts=counts)
         assert (latent.calls, latent.repeats) == (2, 2 * turn)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept workspace", "allocated"])
 def test_whole_calls(kept, latent, kernels, generator, monkeypatch):
     if not kept:
-        monkeypatch.setattr("mla_var3.attention.replay.workspace.LARGEST_BYTES", 0)
+        monkeypatch.setattr("mla_var3.attention.replay.replay.LARGEST_BYTES", 0)
     model = make_model(generator, H, D, K, DTYPE)
     for turn in range(3):
         batch, groups = batch_of(generator, 2, True), groups_of(2)
@@ -177,10 +176,7 @@ def test_queries_without_rope(ordered, latent, kernels, generator):
     """The kernel that gathers queries copies rope keys, so torch does it."""
     for _ in range(2):
         batch, q = batch_of(generator, 1, True, ordered, p=0), queries(generator, 6, 2, p=0)
-        found = mla_var3.mla_latent_attention(
-            *q, batch.cache, prefix=groups_of(1, ordered), kernel=KERNEL
-        )
-        batch.require(*q, *found)
+        attend_right(batch, q, groups_of(1, ordered))
     assert "gather" not in kernels.calls and latent.repeats == (2 if ordered else 0)
 
 
@@ -188,11 +184,7 @@ def test_an_unaligned_output_is_written_through_a_copy(kernels, latent, generato
     for turn in range(2):
         batch, q = batch_of(generator, 1, True), queries(generator, 6, 1)
         out = torch.full((q[0].numel() + 1,), torch.nan, dtype=DTYPE)[1:].view_as(q[0])
-        found = mla_var3.mla_latent_attention(
-            *q, batch.cache, prefix=groups_of(1), kernel=KERNEL, out=out
-        )
-        assert found[0] is out
-        batch.require(*q, *found)
+        assert attend_right(batch, q, groups_of(1), out=out) is out
         assert (latent.calls, latent.repeats) == (2 * (turn + 1), 0)
 
 
@@ -202,9 +194,7 @@ def test_other_groups_of_the_same_shape_are_used(kernels, latent, generator):
         batch, groups = batch_of(generator, 1, True), groups_of(1)
         if turn:
             groups.prefix_of[0, 4] = -1  # one request less shares its prefix
-        q = queries(generator, 6, 1)
-        found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
-        batch.require(*q, *found)
+        attend_right(batch, queries(generator, 6, 1), groups)
     assert (latent.calls, latent.repeats) == (2, 2)
 
 
@@ -213,9 +203,7 @@ def test_numbers_of_another_type_are_laid_out_by_torch(kernels, latent, generato
     for _ in range(2):
         batch, groups = batch_of(generator, 1, True), groups_of(1)
         groups = PrefixGroups(groups.prefix_of.long(), groups.prefix_length)
-        q = queries(generator, 6, 1)
-        found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
-        batch.require(*q, *found)
+        attend_right(batch, queries(generator, 6, 1), groups)
     assert "lay_out" not in kernels.calls and (latent.calls, latent.repeats) == (4, 0)
 
 
@@ -227,8 +215,7 @@ def test_short_passes_share_the_sms(ordered, latent, kernels, monkeypatch, gener
         batch = batch_of(generator, 1, True, ordered)
         q = queries(generator, 6, 2)
         groups = dataclasses.replace(groups_of(1, ordered), tokens=96, own=64)
-        found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
-        batch.require(*q, *found)
+        attend_right(batch, q, groups)
         assert (latent.calls, latent.repeats) == (2, 2 * turn)
     first, second = latent.options
     assert (first.overlap, second.overlap) == ("first", "second")
@@ -242,8 +229,7 @@ def test_a_pass_that_copies_is_not_overlapped(latent, kernels, monkeypatch, gene
     monkeypatch.setattr(RepeatableKernel, "__call__", without_launch)
     batch, q = batch_of(generator, 1, True), queries(generator, 6, 2)
     groups = dataclasses.replace(groups_of(1), tokens=96, own=64)
-    found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
-    batch.require(*q, *found)
+    attend_right(batch, q, groups)
     assert [(one.overlap, one.sms > 0) for one in latent.options] == [("first", True), ("", False)]
 
 

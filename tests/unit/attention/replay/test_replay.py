@@ -1,7 +1,7 @@
 """Replays give what first calls give, and refuse the same calls."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import mla_attention, mla_latent_attention
 from mla_var3.attention.replay import key as keys
 from mla_var3.attention.replay import replay as replays
-from mla_var3.attention.replay import workspace
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute import torch_fast
@@ -81,14 +80,17 @@ def same(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("make", MAKES)
-def test_the_latent_call(make, kernel, generator):
-    for turn in range(3):
-        cache, options = make(generator)
-        q = queries(generator, K)
+def require_repeats(kernel: Any, made: Iterable[Any]) -> None:
+    """Latent calls of one key, each on queries, cache and options of its own."""
+    for turn, (q, cache, options) in enumerate(made):
         found = mla_latent_attention(*q, cache, kernel=KERNEL, **options)
         assert (kernel.calls, kernel.repeats) == (1, turn)
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_the_latent_call(make, kernel, generator):
+    require_repeats(kernel, ((queries(generator, K), *make(generator)) for _ in range(3)))
 
 
 @pytest.mark.parametrize("give_out", [False, True])
@@ -108,13 +110,12 @@ def test_the_whole_call(make, give_out, kernel, generator):
 
 
 def test_packed_queries(kernel, generator):
-    cache = cache_of(generator)
-    for turn, bounds in enumerate(([0, 1, 4, 6], [0, 0, 3, 6])):
+    cache, made = cache_of(generator), []
+    for bounds in ([0, 1, 4, 6], [0, 0, 3, 6]):
         q = [normal(generator, 6, H, w, dtype=DTYPE) for w in (K, P)]
-        options = {"cu_seqlens_q": torch.tensor(bounds, dtype=torch.int32), "max_q": 3}
-        found = mla_latent_attention(*q, cache, kernel=KERNEL, **options)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        made.append((q, cache, {"cu_seqlens_q": bounds, "max_q": 3}))
+    require_repeats(kernel, made)
 
 
 COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
@@ -397,19 +398,16 @@ def test_a_key_in_every_state_of_torch(known):
 
 def test_lengths_of_the_cache_given_once_more(kernel, generator):
     q, view = queries(generator, K), cache_of(generator).view()
-    for turn in range(3):
-        found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=view.lengths)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, view, kernel="torch_tiled"))
+    require_repeats(kernel, 3 * [(q, view, {"lengths": view.lengths})])
     shorter = torch.ones_like(view.lengths)
     for _ in range(2):
         found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=shorter)
         same(found, mla_latent_attention(*q, view, kernel="torch_tiled", lengths=shorter))
 
 
-@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
+@pytest.mark.parametrize("largest", [0, replays.LARGEST_BYTES])
 def test_whole_calls_in_and_outside_of_inference_mode(largest, kernel, generator, monkeypatch):
-    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(replays, "LARGEST_BYTES", largest)
     cache = cache_of(generator)
     results = []
     for inference in (True, False, True, False):
@@ -423,10 +421,10 @@ def test_whole_calls_in_and_outside_of_inference_mode(largest, kernel, generator
     assert (kernel.calls, kernel.repeats) == (1, 3)
 
 
-@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
+@pytest.mark.parametrize("largest", [0, replays.LARGEST_BYTES])
 def test_an_lse_that_is_not_returned(largest, kernel, generator, monkeypatch):
     """It takes no memory of its own, and none that another result lies in."""
-    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(replays, "LARGEST_BYTES", largest)
     made: list[tuple[int, ...]] = []
 
     def maker(device: torch.device) -> Any:
@@ -486,14 +484,14 @@ def test_an_error_between_the_projections_leaves_gradients_on(kernel, generator,
 
 def test_memory_is_of_one_thread_and_has_few_sizes():
     device = torch.device("cpu")
-    here = workspace.shared_memory(device, workspace.SMALLEST_BYTES + 1)
-    assert here is not None and here.numel() == 2 * workspace.SMALLEST_BYTES
-    assert workspace.shared_memory(device, 2 * workspace.SMALLEST_BYTES) is here
-    assert workspace.shared_memory(device, 1) is not here
-    assert workspace.shared_memory(device, workspace.LARGEST_BYTES + 1) is None
+    here = replays.shared_memory(device, replays.SMALLEST_BYTES + 1)
+    assert here is not None and here.numel() == 2 * replays.SMALLEST_BYTES
+    assert replays.shared_memory(device, 2 * replays.SMALLEST_BYTES) is here
+    assert replays.shared_memory(device, 1) is not here
+    assert replays.shared_memory(device, replays.LARGEST_BYTES + 1) is None
     there: list[Any] = []
     thread = threading.Thread(
-        target=lambda: there.append(workspace.shared_memory(device, here.numel()))
+        target=lambda: there.append(replays.shared_memory(device, here.numel()))
     )
     thread.start()
     thread.join()
@@ -502,9 +500,5 @@ def test_memory_is_of_one_thread_and_has_few_sizes():
 
 def test_queries_that_are_columns_of_one_tensor_are_not_copied(kernel, generator):
     cache = cache_of(generator)
-    for turn in range(2):
-        both = normal(generator, B, S, H, K + P, dtype=DTYPE)
-        q = both[..., :K], both[..., K:]
-        found = mla_latent_attention(*q, cache, kernel=KERNEL)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
+    both = (normal(generator, B, S, H, K + P, dtype=DTYPE) for _ in range(2))
+    require_repeats(kernel, ((q.split([K, P], -1), cache, {}) for q in both))

@@ -9,7 +9,7 @@ import torch
 from mla_var3.attention.backends import latent as latent_backend
 from mla_var3.attention.call import mla_attention
 from mla_var3.attention.replay import key as keys
-from mla_var3.attention.replay import workspace
+from mla_var3.attention.replay import replay as workspace
 from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.runtime.call_state import CALL_STATE
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import execute
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.call import mla_attention, mla_latent_attention
-from mla_var3.attention.replay import workspace
+from mla_var3.attention.replay import replay as workspace
+from mla_var3.attention.select import choice
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute import torch_fast
@@ -77,7 +77,7 @@ def once(
     def flash() -> tuple[Any, Any]:
         q = torch.cat(queries(generator, K), dim=-1)
         with monkeypatch.context() as patch:
-            patch.setattr(execute, "backend_for", lambda shape, name, device: backend)
+            patch.setattr(choice, "backend_for", lambda shape, name, device: backend)
             found = flash_mla_with_kvcache(
                 q, paged.buffer[:, :, None], paged.block_table, paged.lengths, K, metadata,
                 causal=True,
