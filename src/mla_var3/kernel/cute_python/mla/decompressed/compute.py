@@ -59,7 +59,7 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import (
     release,
     sync_warpgroup,
 )
-from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
+from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths, row_places
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,12 @@ class Consumer:
     """What the consumer warpgroups of a CTA work with.
 
     Attributes:
-        mma: the products.
         shared: keys, values (columns first), rope keys and scales of all stages.
-        pipeline: the stages.
         queries: what they read from global memory.
         outputs: what they write.
-        scale_log2e: softmax scale times log2 e.
-        cta, ctas: which of the persistent CTAs this is.
-        scheduler: the work tiles.
         dtype: of queries and output; constant.
         fp8: whether keys and values have 8 bits; constant.
         partials: whether the outputs are partials, in float32; constant.
-        widths: those of the heads; constant.
     """
 
     mma: Mmas
@@ -155,9 +149,6 @@ class Softmax:
         s: scores, replaced by probabilities.
         rope: accumulator of the rope part of the scores, where it is apart (8 bits).
         exponents: those of the value scales (8 bits).
-        sums: sums of this thread's probabilities.
-        top: running maximum per row.
-        scale: factor by which to rescale earlier results of a row.
         q_scale: scales of the query rows; 1 in 16 bits.
         limits: the first token that a row does not see.
     """
@@ -358,13 +349,7 @@ def start_scores(
     """Issue the scores of a KV block, once its keys have arrived; does not wait for them.
 
     Args:
-        nope, rope: the two products, `ScoreProduct`.
-        scales: those of keys and values in 8 bits.
-        pipeline: the stages.
-        stage, phase, slot: where the block is.
         valid: tokens of the block that exist, or more.
-        t, group: this thread and its warpgroup.
-        fp8: whether keys and values have 8 bits.
         fresh: whether the result gets registers of its own. The first product overwrites it; the
             assembler takes it for an operand all the same, keeps the old scores beside the
             probabilities made of them, and has too few registers for blocks of more than 64 tokens.
@@ -488,17 +473,7 @@ def copy_queries(
     heads: Int32,
     lane: Int32,
 ):
-    """Copy two rows to shared memory, with the other threads of the rows; zeros for missing ones.
-
-    Args:
-        target: [64, columns] in shared memory.
-        source: the first element of row 0.
-        columns: of a row.
-        row0: this thread's first row; the other is 8 behind.
-        rows: whether they exist.
-        heads: distance of two rows in memory, in rows.
-        lane: this thread's lane.
-    """
+    """Copy two rows to shared memory, with the other threads of the rows; zeros for absent ones."""
     for i in cutlass.range(columns // 32, unroll=1):
         for r in cutlass.range_constexpr(2):
             row, chunk = row0 + 8 * r, i * 4 + lane % 4
@@ -565,13 +540,8 @@ def softmax(
     """Scores of a KV block to probabilities, relative to a running maximum.
 
     Args:
-        state: `Softmax`, updated.
-        consumer: `Consumer`.
         slot: where the block's head is in shared memory.
-        token: first token of the block.
         lowest: the first token that some row of the warp does not see.
-        lane: this thread's lane.
-        tile: the work tile.
     """
     scheduler = consumer.scheduler
     if const_expr(consumer.fp8):
@@ -604,12 +574,11 @@ def mask_places(
     scheduler: cutlass.Constexpr,
 ):
     """Set the scores of slots of a ring that a row does not see to -inf, whatever they are."""
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        for e in cutlass.range_constexpr(2):
-            place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
-            for r in cutlass.range_constexpr(2):
-                if place >= limits[r] or place < tile.dropped:
-                    s[r, (e, j)] = -Float32.inf
+    for j, e in row_places(KV_BLOCK):
+        place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
+        for r in cutlass.range_constexpr(2):
+            if place >= limits[r] or place < tile.dropped:
+                s[r, (e, j)] = -Float32.inf
 
 
 @cute.jit
@@ -621,11 +590,10 @@ def clear_exponents(
     scheduler: cutlass.Constexpr,
 ):
     """Zero the exponents of slots of a ring before its oldest token: they may be NaN."""
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        for e in cutlass.range_constexpr(2):
-            place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
-            if place < tile.dropped:
-                exponents[e, j] = Float32(0.0)
+    for j, e in row_places(KV_BLOCK):
+        place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
+        if place < tile.dropped:
+            exponents[e, j] = Float32(0.0)
 
 
 @cute.jit

@@ -64,6 +64,7 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import (
     release,
     sync_warpgroup,
 )
+from mla_var3.kernel.cute_python.mla.hopper.widths import row_places
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
@@ -100,7 +101,6 @@ class Exchange:
     Attributes:
         q_nope: [columns, 128, group] queries in e4m3.
         q_rope: [columns, 64, group] their rope part.
-        q_scales: [columns, 1, group] their scales.
         warp_rows: [columns, warp, group] a number per row and warp.
         weights: [columns, 64, 2, group] weights of two KV blocks: one is written while the other
             may still be read.
@@ -119,9 +119,6 @@ class RowState:
 
     Attributes:
         s: products of e4m3 numbers, replaced by exponents of weights.
-        rope: the rope part of the scores.
-        o: output.
-        sums: sums of this thread's probabilities.
         factors: from scores to exponents.
         bases: WEIGHT_BITS less the running maximum.
     """
@@ -138,13 +135,7 @@ class RowState:
 def compute_few_fp8(
     consumer: cutlass.Constexpr, exchange: cutlass.Constexpr, columns: cutlass.Constexpr
 ):
-    """Attend with one head or one query tile per warpgroup; all consumers call it.
-
-    Args:
-        consumer: `Consumer`.
-        exchange: `Exchange`.
-        columns: query rows on the N side.
-    """
+    """Attend with one head or one query tile per warpgroup; all consumers call it."""
     shared, pipeline, scheduler = consumer.shared, consumer.pipeline, consumer.scheduler
     qk_mma, rope_mma, pv_mma = consumer.mma.qk, consumer.mma.rope, consumer.mma.pv
     thread, _, _ = cute.arch.thread_idx()
@@ -193,11 +184,10 @@ def compute_few_fp8(
             lowest = tile.tokens
             if tile.dropped > 0:
                 bases.fill(WEIGHT_BITS + FLOOR_BITS)
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                row = own_row(j, e, lane)
-                factors[e, j] = consumer.scale_log2e * q_scales[row, 0]
-                lowest = cutlass.min(lowest, row_limit(tile, first_row + row, scheduler))
+        for j, e in row_places(columns):
+            row = own_row(j, e, lane)
+            factors[e, j] = consumer.scale_log2e * q_scales[row, 0]
+            lowest = cutlass.min(lowest, row_limit(tile, first_row + row, scheduler))
         lowest = cute.arch.warp_redux_sync(lowest, "min")
 
         # The scores of a block are computed while the values of the block before are added up.
@@ -267,11 +257,7 @@ def load_queries_fp8(
     Args:
         target, rope_target: [columns, 128] in e4m3, [columns, 64] in 16 bits.
         scales: one per row, written.
-        consumer: `Consumer`.
         start: the first row in memory; the next ones are `heads` behind.
-        head, first_row: head and first row, to tell which rows exist.
-        t, group: this thread and its warpgroup.
-        columns: rows.
     """
     queries, scheduler, dtype = consumer.queries, consumer.scheduler, consumer.dtype
     quarter = t % ROW_THREADS
@@ -386,19 +372,9 @@ def compute_weights(
     """Products of a KV block to weights in shared memory.
 
     Args:
-        state: `RowState`, updated.
         words: where the weights go, four to a word.
-        warp_rows: [columns, warp] numbers that warps exchange.
-        scales: of keys and values.
-        keys_empty: barrier that releases keys and scales.
         slot: where the block's head is in shared memory.
-        token: first token of the block.
         lowest: the first token that some row does not see.
-        tile: the work tile.
-        first_row: its first row.
-        scheduler: the work tiles.
-        t, group: this thread and its warpgroup.
-        columns: rows.
         first: whether there is no earlier block.
         values_empty: barrier that releases the values of the block before, whose product is still
             in flight.
@@ -423,10 +399,9 @@ def compute_weights(
         elif token + at >= tile.tokens:
             exponent = Float32(0.0)
         inverses[r] = inverse_power(exponent)
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                score = s[(e, j), r] * pair[0] + rope[(e, j), r]
-                s[(e, j), r] = score * factors[e, j] + (bases[e, j] + exponent)
+        for j, e in row_places(columns):
+            score = s[(e, j), r] * pair[0] + rope[(e, j), r]
+            s[(e, j), r] = score * factors[e, j] + (bases[e, j] + exponent)
     release(keys_empty, lane)
     end = token + KV_BLOCK
     if const_expr(scheduler.ring):
@@ -434,21 +409,19 @@ def compute_weights(
         if tile.dropped > 0:
             end = lowest + 1
     if end > lowest:
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                limit = row_limit(tile, first_row + j * 8 + (lane % 4) * 2 + e, scheduler)
-                for r in cutlass.range_constexpr(2):
-                    at = token + first_token + 8 * r
-                    if const_expr(scheduler.ring):
-                        place = place_of(at, tile, scheduler)
-                        if place >= limit or place < tile.dropped:
-                            s[(e, j), r] = -Float32.inf
-                    elif at >= limit:
-                        s[(e, j), r] = -Float32.inf
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
+        for j, e in row_places(columns):
+            limit = row_limit(tile, first_row + j * 8 + (lane % 4) * 2 + e, scheduler)
             for r in cutlass.range_constexpr(2):
-                highest = cute.arch.fmax(highest, s[(e, j), r])
+                at = token + first_token + 8 * r
+                if const_expr(scheduler.ring):
+                    place = place_of(at, tile, scheduler)
+                    if place >= limit or place < tile.dropped:
+                        s[(e, j), r] = -Float32.inf
+                elif at >= limit:
+                    s[(e, j), r] = -Float32.inf
+    for j, e in row_places(columns):
+        for r in cutlass.range_constexpr(2):
+            highest = cute.arch.fmax(highest, s[(e, j), r])
     rounded = round_weights_fp8(s, added, inverses, columns)
     warpgroup.wait_group(0)
     if const_expr(values_empty is not None):
@@ -490,14 +463,7 @@ def any_in_warpgroup(holds: Boolean, barrier: Int32) -> Boolean:
 def round_weights_fp8(
     s: cute.Tensor, added: cute.Tensor, inverses: cute.Tensor, columns: cutlass.Constexpr
 ) -> cute.Tensor:
-    """Weights as e4m3 numbers, a word per two rows and two tokens.
-
-    Args:
-        s: exponents of the weights.
-        added: sums of this thread's probabilities per row, written.
-        inverses: of the value scales of this thread's tokens.
-        columns: rows.
-    """
+    """Weights as e4m3 numbers, a word per two rows and two tokens."""
     rounded = cute.make_rmem_tensor(columns // 8, Int32)
     for j in cutlass.range_constexpr(columns // 8):
         four = cute.make_rmem_tensor(4, Float32)
@@ -549,23 +515,21 @@ def raise_bases(
     """Raise the running maxima that have to rise, and rescale what depends on them."""
     s, o, sums, bases = state.s, state.o, state.sums, state.bases
     tops = cute.make_rmem_tensor(sums.layout, Float32)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
+    for j, e in row_places(columns):
+        tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
     reduce_rows(tops, warp_rows, t, group, columns, cute.arch.fmax)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            top = tops[e, j]
-            rise = Float32(0.0)
-            if top > LARGEST_BITS or (first and top > -Float32.inf):
-                rise = top - WEIGHT_BITS
-            bases[e, j] = bases[e, j] - rise
-            for r in cutlass.range_constexpr(2):
-                s[(e, j), r] = s[(e, j), r] - rise
-            if rise > 0.0:  # in the first block there is nothing to rescale
-                scale = cute.math.exp2(-rise, fastmath=True)
-                sums[e, j] = sums[e, j] * scale
-                o[(e, j), None].store(o[(e, j), None].load() * scale)
+    for j, e in row_places(columns):
+        top = tops[e, j]
+        rise = Float32(0.0)
+        if top > LARGEST_BITS or (first and top > -Float32.inf):
+            rise = top - WEIGHT_BITS
+        bases[e, j] = bases[e, j] - rise
+        for r in cutlass.range_constexpr(2):
+            s[(e, j), r] = s[(e, j), r] - rise
+        if rise > 0.0:  # in the first block there is nothing to rescale
+            scale = cute.math.exp2(-rise, fastmath=True)
+            sums[e, j] = sums[e, j] * scale
+            o[(e, j), None].store(o[(e, j), None].load() * scale)
 
 
 @cute.jit
@@ -580,23 +544,17 @@ def reduce_rows(
     """Combine the numbers that a warpgroup's threads have of a row; every thread gets the result.
 
     Args:
-        numbers: this thread's, one per row, replaced.
         warp_rows: [columns, warp] for exchange; no warp may still be reading it.
-        t, group: this thread and its warpgroup.
-        columns: rows.
-        combine: of two numbers.
     """
     lane = t % 32
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            combined = reduce_lanes(numbers[e, j], combine)
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, t // 32] = combined
+    for j, e in row_places(columns):
+        combined = reduce_lanes(numbers[e, j], combine)
+        if lane < 4:
+            warp_rows[j * 8 + lane * 2 + e, t // 32] = combined
     sync_warpgroup(warpgroup_barrier(group))
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, lane)
-            numbers[e, j] = reduce_warps(warp_rows, row, 0, WARPGROUP_WARPS, combine)
+    for j, e in row_places(columns):
+        row = own_row(j, e, lane)
+        numbers[e, j] = reduce_warps(warp_rows, row, 0, WARPGROUP_WARPS, combine)
 
 
 @cute.jit
@@ -657,25 +615,24 @@ def finish_fp8(
     out, lse, scheduler = consumer.outputs.o, consumer.outputs.lse, consumer.scheduler
     o, sums, bases = state.o, state.sums, state.bases
     reduce_rows(sums, warp_rows, t, group, columns, operator.add)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, t)
-            total = sums[e, j]
-            inverse = Float32(0.0)
-            lse_log2 = -Float32.inf
-            if total > 0.0:
-                inverse = cute.arch.rcp_approx(total)
-                lse_log2 = cute.math.log2(total, fastmath=True) - bases[e, j]
-            if const_expr(scheduler.ring):
-                if tile.incomplete:
-                    inverse = Float32(float("nan"))
-                    lse_log2 = consumer.incomplete_lse
-            if row_exists(head, first_row + row, scheduler):
-                at = start + Int64(row) * scheduler.heads
-                if t < 4:
-                    lse[at] = lse_log2 * LN_2
-                for m_tile in cutlass.range_constexpr(HEAD // 64):
-                    for r in cutlass.range_constexpr(2):
-                        column = own_token(t) + m_tile * 64 + r * 8
-                        place = cute.make_tensor(out + (at * HEAD + column), 1)
-                        place[0] = (o[(e, j), (r, m_tile)] * inverse).to(consumer.output_type)
+    for j, e in row_places(columns):
+        row = own_row(j, e, t)
+        total = sums[e, j]
+        inverse = Float32(0.0)
+        lse_log2 = -Float32.inf
+        if total > 0.0:
+            inverse = cute.arch.rcp_approx(total)
+            lse_log2 = cute.math.log2(total, fastmath=True) - bases[e, j]
+        if const_expr(scheduler.ring):
+            if tile.incomplete:
+                inverse = Float32(float("nan"))
+                lse_log2 = consumer.incomplete_lse
+        if row_exists(head, first_row + row, scheduler):
+            at = start + Int64(row) * scheduler.heads
+            if t < 4:
+                lse[at] = lse_log2 * LN_2
+            for m_tile in cutlass.range_constexpr(HEAD // 64):
+                for r in cutlass.range_constexpr(2):
+                    column = own_token(t) + m_tile * 64 + r * 8
+                    place = cute.make_tensor(out + (at * HEAD + column), 1)
+                    place[0] = (o[(e, j), (r, m_tile)] * inverse).to(consumer.output_type)

@@ -20,6 +20,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barr
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.rows import update_max
 from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.widths import row_places
 
 MMA_DEPTH_8 = 32
 """K side of a wgmma with 8-bit operands."""
@@ -40,15 +41,7 @@ def load_queries_by_row(
     """Load two rows as e4m3 numbers into the registers of an operand A, each with a scale.
 
     Args:
-        q: registers.
         q_rope: the rope part of the same rows, in 16 bits.
-        scales: one per row, written.
-        source: the first element of row 0.
-        row0: this thread's first row; the other is 8 behind.
-        rows: whether they exist; zeros are loaded for others.
-        heads: distance of two rows in memory, in rows.
-        lane: this thread's lane.
-        dtype: of the source.
     """
     steps = HEAD // MMA_DEPTH_8
     for r in cutlass.range_constexpr(2):
@@ -93,11 +86,7 @@ def scale_scores(
 
     Args:
         s: q8 k8 of this thread's two rows, replaced by scores.
-        rope: their rope part.
         exponents: of this thread's columns, written.
-        scales: of all stages.
-        slot: where the block's head is in shared memory.
-        lane: this thread's lane.
     """
     for j in cutlass.range_constexpr(KV_BLOCK // 8):
         four = cute.make_rmem_tensor(4, Float32)
@@ -121,27 +110,20 @@ def softmax_by_row(
     """Scores to weights with the scales of the values in them, relative to a running maximum.
 
     Args:
-        s: scores of this thread's two rows, replaced.
         exponents: of the value scales of this thread's columns.
-        sums: sums of this thread's probabilities, updated.
         top: running maximum per row, scales included, updated.
-        scale: factor by which to rescale earlier results of a row, written.
-        q_scale: scales of the query rows.
-        scale_log2e: softmax scale times log2 e.
     """
     for r in cutlass.range_constexpr(2):
         factor = scale_log2e * q_scale[r]
-        for j in cutlass.range_constexpr(KV_BLOCK // 8):
-            for e in cutlass.range_constexpr(2):
-                s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
+        for j, e in row_places(KV_BLOCK):
+            s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
     update_max(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        for e in cutlass.range_constexpr(2):
-            inverse = inverse_power(exponents[e, j])
-            for r in cutlass.range_constexpr(2):
-                weight = cute.math.exp2(s[r, (e, j)] - (top[r] - WEIGHT_BITS), fastmath=True)
-                s[r, (e, j)] = weight
-                sums[r] = sums[r] + weight * inverse
+    for j, e in row_places(KV_BLOCK):
+        inverse = inverse_power(exponents[e, j])
+        for r in cutlass.range_constexpr(2):
+            weight = cute.math.exp2(s[r, (e, j)] - (top[r] - WEIGHT_BITS), fastmath=True)
+            s[r, (e, j)] = weight
+            sums[r] = sums[r] + weight * inverse
 
 
 @cute.jit

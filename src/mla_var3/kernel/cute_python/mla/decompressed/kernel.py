@@ -102,15 +102,8 @@ class DecompressedArguments(NamedTuple):
             parts unless p is 0, scales with 8 bits, starts of a ring.
         o, lse: what it writes.
         o_partial, lse_partial: its partials, where requests are split.
-        scale_log2e: softmax scale times log2 e.
-        requests, queries, heads, slots: sizes.
-        key_token, key_head, key_request: strides of the keys.
-        value_row, value_head, value_request: strides of the values.
-        rope_token, rope_request: strides of the rope keys.
         kept: tokens of a request that are decompressed.
         causal: 1 when a query sees no later token.
-        splits: splits of every request.
-        ctas, merge_ctas: CTAs of the kernel and of the merge.
     """
 
     q_nope: Operand
@@ -159,10 +152,8 @@ class DecompressedSm90:
     Attributes:
         dtype: element type of queries and output, and of keys and values of 16 bits.
         pairing: what the warpgroups of a CTA have in common, "heads" or "tiles".
-        fp8: whether keys and values have 8 bits.
         columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
         shared, partials, ring, alone: see above.
-        widths: those of the heads.
         kv_block: tokens of a KV block, 64, or 128 with the pairing "tiles" in 16 bits and in order.
     """
 
@@ -194,11 +185,7 @@ class DecompressedSm90:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Launch the kernel and, if requests are split, the merge.
-
-        Args:
-            arguments: those of `DecompressedArguments`, and the stream.
-        """
+        """Launch the kernel and, if requests are split, the merge."""
         *given, stream = arguments
         args = DecompressedArguments(*given)
         dtype, d, p, v = self.dtype, self.widths.d, self.widths.p, self.widths.v

@@ -47,9 +47,6 @@ class Pipeline:
     """The stages in shared memory.
 
     Attributes:
-        barriers: mbarriers, `StageBarrier` of every stage.
-        stages: number of stages.
-        heads: heads in a stage.
         key_bytes, value_bytes: bytes of a stage that its FULL barriers wait for.
     """
 
@@ -127,12 +124,6 @@ def produce(
     """Fill the pipeline as its stages become empty; one warp calls it.
 
     Args:
-        sources: `Sources`.
-        shared: `SharedKv`.
-        pipeline: the pipeline.
-        scheduler: the work tiles.
-        cta, ctas: which of the persistent CTAs this is.
-        widths: those of the heads.
         one_tile_ahead: whether the consumers compute the first scores of the next work tile early,
             behind the last one as well.
     """

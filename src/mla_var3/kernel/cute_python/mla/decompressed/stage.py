@@ -43,7 +43,6 @@ class DecompressedShape:
     Attributes:
         requests: requests with keys of their own; 1 for a shared prefix.
         rows: query rows of a head that meet the same keys.
-        heads: query heads.
         tokens: decompressed tokens of the longest request.
         long_blocks: whether KV blocks may have 128 tokens, see `may_be_long`.
     """
@@ -187,14 +186,10 @@ def decompressed_stage(
 
     Args:
         plan: the plan that it belongs to, whose `decompressed_shape` is `shape`.
-        tiling: its tiling.
         dtype: element type of queries and output, as the language names it.
-        operands: what it reads.
-        shape: how the work may be divided.
         kept: tokens of a request that are decompressed, or those of the prefix.
         share: SMs that it gets when the tiling names none.
         cost_fn: its FLOPs and bytes.
-        configs: candidate tilings.
         shared: whether the tokens are a prefix of all requests.
         alone: whether no other kernel attends to the tokens before a ring.
     """

@@ -99,10 +99,7 @@ def most_sum(splits, items, visits, longest, total, group_count):
     Args:
         splits: 1 where items would be split otherwise, 0 where groups would take turns.
         items: items of all requests, also those that find no query tile.
-        visits: visits of a request.
         longest: most KV blocks of any item.
-        total: length of the line.
-        group_count: number of CTA groups.
     """
     shared = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
     in_turns = (turns_length(longest, items, group_count) - SORT_WORTH) * group_count
@@ -116,7 +113,6 @@ def filled_sum(splits, visits, group_ctas, longest, longest_whole, total, group_
 
     Args:
         splits, visits, total, group_count: as for `most_sum`.
-        group_ctas: CTAs of a group.
         longest: longest sum of a group that takes whole items only.
         longest_whole: the same without the last turn, which not all groups have.
     """
@@ -137,9 +133,7 @@ def worth_sorting(splits, requests, visits, present, longest, total, group_count
 
     Args:
         splits, visits, longest, total, group_count: as for `most_sum`.
-        requests: requests of the batch.
         present: items that find a query tile.
-        most: `most_sum`.
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
     hopeful = cutlass.min(cutlass.max(hopeful, visits - 1), most - total)
@@ -165,13 +159,7 @@ def item_at(order: cute.Tensor, place: Int32) -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class ItemsLeft:
-    """Items of the order as a line, for `split_range`: each like a request of one visit.
-
-    Attributes:
-        words, order: keys and order, see `ORDER_WORDS`.
-        first: place of the first one.
-        requests: how many.
-    """
+    """Items of the order as a line, for `split_range`: each like a request of one visit."""
 
     words: Any
     order: Any
@@ -209,12 +197,8 @@ def balance(
     """Sort the items if that may pay; all threads of the CTA call it together.
 
     Args:
-        batch: the items.
-        own: the `WorkRange` of this group.
         words, order: see `ORDER_WORDS`.
         taken: `MOST_TAKEN` items of 16 bits; then those that this group takes.
-        group_ctas: CTAs of a group.
-        group, group_count: this group, and how many there are.
 
     Returns:
         The fields of `WorkRange` that change: balanced, begin, begin_block, end, end_block, step,

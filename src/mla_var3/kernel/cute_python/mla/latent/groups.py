@@ -98,7 +98,6 @@ def group_shape(
 
     Args:
         tiles: query tiles of the request with most rows.
-        requests: requests of the batch.
         sm_count: CTAs that the device runs at the same time.
         group_ctas: a chosen size of a group; 0 takes the one that leaves the fewest SMs idle.
         total_tiles: query tiles of all requests, about, where most have fewer than `tiles`; 0
@@ -152,14 +151,7 @@ def group_shape(
 
 
 def ragged_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[int, int]:
-    """`total_tiles` and `token_tiles` of `group_shape`, as far as the host knows them.
-
-    Args:
-        queries: query tokens of all requests.
-        requests: requests of the batch.
-        max_q: most query tokens of a request.
-        heads: query heads.
-    """
+    """`total_tiles` and `token_tiles` of `group_shape`, as far as the host knows them."""
     # The last tile of a request is half full on average, unless tokens fill tiles.
     part = 0.0 if heads % ROWS == 0 else 0.5 * (1 - min(heads, ROWS) / ROWS)
     total = round(max(queries * heads / ROWS + requests * part, requests))
@@ -174,13 +166,7 @@ def aligned_groups(blocks: int, span: int) -> int:
 
 
 def aligned_span(blocks: Sequence[int], groups: int, step: int) -> int:
-    """KV blocks of a range where all ranges are aligned to items, 0 where they are not.
-
-    Args:
-        blocks: KV blocks of the items.
-        groups: number of CTA groups.
-        step: see `split_step`.
-    """
+    """KV blocks of a range where all ranges are aligned to items, 0 where they are not."""
     if len(blocks) > groups or max(blocks, default=0) >= LONGEST_ALIGNED:
         return 0
     shortest = shortest_span(sum(blocks), groups, step)
@@ -200,8 +186,6 @@ def range_begins(
     are taken in turns there are in order here; each group still gets its number of them.
 
     Args:
-        lengths: tokens of the requests.
-        shape: CTA groups.
         counts: items of each packed request (`scheduler.item_count`); None where all have one for
             every visit.
     """

@@ -455,16 +455,8 @@ def latent_stage(
     """The attention over latent rows; its outputs are `o_latent` and `lse`.
 
     Args:
-        plan: the plan that it belongs to.
-        tiling: its tiling.
-        operands: its tensors.
         groups: the CTA groups of a launch with a tiling.
-        kv_lengths: tokens that are attended, per request.
         cost_fn: FLOPs and bytes of the attention, without those of the merge.
-        configs: candidate tilings.
-        newest: newest tokens to leave out.
-        sliding_window: newest tokens, up to itself, that a query sees; None for all.
-        clusters: see `FlashMLASm90`.
     """
     o_latent = operands.o_latent
     partials = allocate_partials(o_latent.device, plan.sm_count)

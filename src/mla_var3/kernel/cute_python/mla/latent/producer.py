@@ -71,7 +71,6 @@ class BlockPart:
     becoming the bottleneck (run 7 of docs/results/2026-11-15-nvidia-h200-cute-development.md).
 
     Attributes:
-        widths: widths of the block.
         half: which half of its latent columns: 0 is the left one.
         has_rope: whether the rope part is loaded as well.
         full, empty: their mbarriers.
@@ -119,7 +118,6 @@ def arrivals(barrier: Mbarrier, p_readers: int) -> int:
     """Arrivals that complete an mbarrier: the producer, or the warps that have read.
 
     Args:
-        barrier: the mbarrier.
         p_readers: warpgroups that read a P from shared memory, where a rope tile was.
     """
     if barrier.name.endswith("FULL"):
@@ -142,7 +140,6 @@ def arrive(barrier: cutlass.Constexpr, strict: cutlass.Constexpr):
     """Arrive at a named barrier where the other consumer warpgroup waits.
 
     Args:
-        barrier: the barrier.
         strict: wait for the other warpgroup as well. It is not needed, but the sanitizer does not
             follow an arrival without a wait.
     """
@@ -160,11 +157,6 @@ class Sources:
         q, q_rope: query rows and their rope part; with a `head_box`, heads of query tokens. No
             rope part where p is 0.
         latent, rope: the cache, as pages.
-        table: block table of a paged cache, or None.
-        pages: pages of the cache.
-        page_tokens: tokens of a page.
-        heads: query heads.
-        head_box: constant, see `operands.head_box`.
     """
 
     q: TmaTensor

@@ -96,17 +96,7 @@ def compute_rows64(
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
     Args:
-        qk_mma: scores, 64 x 64.
         pv_mma, pv_mma_shared: values, 64 x k/2, with P in registers or in shared memory.
-        shared: query tile and KV blocks, `SharedTiles`.
-        barriers: mbarriers.
-        exchange: `Exchange`.
-        outputs: `Outputs`.
-        scale_log2e: softmax scale times log2 e.
-        scheduler: the CTA's work tiles.
-        dtype: element type.
-        strict: see `arrive`.
-        mailbox: `Mailbox` of a kernel with clusters, else None.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)

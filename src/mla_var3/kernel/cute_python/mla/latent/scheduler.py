@@ -61,15 +61,8 @@ class WorkTile:
     """What a CTA does next: one query tile against some KV blocks of one request.
 
     Attributes:
-        item: number of the work item.
-        valid: whether there is one.
-        request: its request.
-        queries: query tokens of the request.
         row: the tile's first row among the request's rows.
         base: the request's first row among all rows.
-        rows: rows of the request.
-        length: tokens of the request.
-        first: first KV block.
         last: KV block behind the last one.
         split: 0, or how the item is split (`Split`).
     """
@@ -98,7 +91,6 @@ class Scheduler:
 
     Attributes:
         range: the items of its CTA group.
-        lengths: tokens per request.
         total_lengths: tokens per request over all shards; None where the cache is no shard.
         query_begins: first query of each request and of the one behind the last; None when all
             requests have `queries` of them.
@@ -107,8 +99,6 @@ class Scheduler:
         queries, total_queries, heads, max_tokens, group_ctas, visits, newest, causal, shards,
             shard: sizes, as in the kernel's contract.
         window: the newest tokens that a query sees; None for all.
-        group: number of the CTA group.
-        rank: the CTA's place in its group.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
         taken: the group's items in shared memory where they may be balanced, see `balance.py`.
         first: the CTA's first work tile where a schedule has it.
@@ -155,10 +145,6 @@ class Scheduler:
         """The scheduler of a CTA, with the range of its group.
 
         Args:
-            index: what the scheduler reads.
-            sizes: numbers of the launch.
-            group, rank: this CTA's.
-            clusters: see the class.
             words, taken: shared memory for sorting items and for those that the group takes; None
                 where they are never balanced.
         """

@@ -59,10 +59,8 @@ class WholeCall:
     """Host code that launches the attention between its projections.
 
     Attributes:
-        element: element type of queries, weights and output.
         attention: host class of the latent kernel.
         constants: what it is constructed with, see `LatentProgram`.
-        k, d, v: widths of the projections.
     """
 
     def __init__(self, element, attention, k=LATENT, d=HEAD, v=HEAD, **constants):
@@ -104,13 +102,7 @@ class WholeCall:
 def whole_arguments(
     projections: ProjectionOperands, latent: tuple[Any, ...], sm_count: int
 ) -> tuple[Any, ...]:
-    """The arguments of `WholeCall`, in the order of `WHOLE_FIELDS`.
-
-    Args:
-        projections: the tensors of the projections.
-        latent: arguments of the latent kernel, see `latent_arguments`.
-        sm_count: SMs of the device.
-    """
+    """The arguments of `WholeCall`, in the order of `WHOLE_FIELDS`."""
     heads, d, k = projections.w_uk.shape
     tokens = projections.q_nope.numel() // (heads * d)
     sizes = ProjectionSizes(
@@ -146,8 +138,6 @@ def attend(
 
     Args:
         projections: tensors of the projections that `serves` accepts.
-        operands: those of the attention.
-        options: likewise.
 
     Returns:
         The same launch for other tensors; None where a tensor was copied first.

@@ -70,9 +70,7 @@ class LatentTokens:
     Attributes:
         q_latent, q_rope: [b, s, h, 512] and [b, s, h, 64].
         latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
-        lengths: [b] int32.
         table: block table of a paged cache, [b, pages of a request] int32.
-        newest: newest tokens to leave out.
         seen_by_all: whether all queries see all of these tokens, so that only lengths hide any.
     """
 
@@ -265,9 +263,6 @@ class CuteMixPlan(HopperPlan):
         """The stages, on inputs that are checked.
 
         Args:
-            latent: what the latent kernel attends to; None where all tokens are decompressed.
-            decompressed: operands of the decompressed kernel.
-            w_uv: for the up-projection.
             shared: whether the decompressed tokens are a prefix of all requests.
         """
         slots, dtype = self.decompressed_slots(), ELEMENT_TYPES[self.torch_dtype]
@@ -319,11 +314,7 @@ class CuteMixPlan(HopperPlan):
 
 @dataclass
 class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
-    """Plan of a mix with a window of the newest tokens.
-
-    Attributes:
-        window_form: how the window is stored.
-    """
+    """Plan of a mix with a window of the newest tokens."""
 
     window_form: ClassVar[WindowForm] = PLAIN
 
@@ -374,7 +365,6 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
             latent: the older tokens, dense or paged; None with n=t, where there are none.
             window: the newest n, in order or as a ring with `starts`. Before a ring all tokens are
                 seen by all queries.
-            w_uv: for the up-projection.
             page: tokens of a page where the older ones are paged.
         """
         if latent is not None:

@@ -27,13 +27,7 @@ class SmSplit:
 
 
 def balanced_split(latent: Cost, decompressed: Cost, sm_count: int) -> SmSplit:
-    """The split at which both kernels are expected to end together.
-
-    Args:
-        latent: work of the latent kernel, compute bound with many rows.
-        decompressed: work of the decompressed kernel, memory bound unless many rows share it.
-        sm_count: SMs of the device, at least two.
-    """
+    """The split at which both kernels are expected to end together."""
 
     def last_us(sms: int) -> float:
         latent_us, decompressed_us = (

@@ -64,8 +64,6 @@ def merge(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]]
     """Merge one or two levels into contiguous `o [..., h, 512]` and `lse [..., h]`, in place.
 
     Args:
-        o: output over the own tokens.
-        lse: its LSE.
         parts: per level output, LSE and places; see `merge.py`.
     """
     rows = lse.numel()

@@ -89,11 +89,7 @@ class GatherQueries:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Launch the kernel.
-
-        Args:
-            arguments: those of `GatherArguments`, and the stream.
-        """
+        """Launch the kernel."""
         *values, stream = arguments
         given = GatherArguments(*values)
         self.gather_queries(given).launch(

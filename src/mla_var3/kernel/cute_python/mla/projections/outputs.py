@@ -71,13 +71,7 @@ COLUMNS = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Barriers:
-    """Mbarriers: steps of w_uv are full; stages of o_latent are full or empty.
-
-    Attributes:
-        first: pointer to the first of them.
-        steps: steps of w_uv.
-        stages: stages of o_latent.
-    """
+    """Mbarriers: steps of w_uv are full; stages of o_latent are full or empty."""
 
     first: Any
     steps: int
@@ -103,14 +97,7 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Share:
-    """What a CTA computes.
-
-    Attributes:
-        rows, heads, head_ctas: sizes of the launch.
-        head: its head.
-        rank: its number among the CTAs of the head.
-        column_part: which part of the head's columns.
-    """
+    """What a CTA computes."""
 
     rows: Any
     heads: Any
@@ -415,15 +402,7 @@ class DecompressCombineSm90:
         at: Int64,
         lane: Int32,
     ):
-        """Add the other part to a thread's columns of a row, both weighted, and store the result.
-
-        Args:
-            row: the up-projected columns.
-            merge: `Merge`.
-            o: the output.
-            at: which row, of all heads.
-            lane: this thread's lane.
-        """
+        """Add the other part to a thread's columns of row `at`, both weighted, and store them."""
         lse = merge.lse
         latent, new = merge.lse_latent[at] * LOG2_E, merge.lse_new[at] * LOG2_E
         top = cute.arch.fmax(latent, new)
@@ -461,13 +440,9 @@ def combine_stage(
     """The stage that up-projects the latent part and merges the other one, if there is one.
 
     Args:
-        plan: the plan that it belongs to.
-        tiling: its tiling.
-        dtype: element type, as the language names it.
         latent: o_latent [b, s, h, 512] and its LSE, both contiguous.
         new: o_new [b, s, h, 128] and its LSE, likewise; None to up-project only.
         w_uv: [h, 512, 128], contiguous.
-        sm_count: SMs of the device.
 
     Returns:
         The stage; its outputs are o and lse, which is that of `latent` when there is no other.

@@ -141,8 +141,6 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
             own: the tokens behind the prefix, dense or paged; None with prefix=t, where there are
                 none.
             shared: the prefix as one request, and the lengths of the whole requests.
-            w_uv: for the up-projection.
-            page: tokens of a page where the cache is paged.
         """
         if own is not None and self.decompressed_slots() < self.t:
             self._behind_prefix.check_latent(own, page)
