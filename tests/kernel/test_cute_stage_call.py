@@ -206,7 +206,7 @@ def test_the_oldest_stage_is_evicted(launches, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_request_alone_is_launched_as_by_the_plan(monkeypatch, s, t, h, causal) -> None:
     """On keys and values with other strides: those inside of an engine's tensors."""
-    from mla_var3.kernel.cute_python.mla.decompressed import call
+    from mla_var3.kernel.cute_python.mla.decompressed import stage as call
     from mla_var3.kernel.cute_python.mla.latent import call as programs
 
     launched: list[Any] = []
