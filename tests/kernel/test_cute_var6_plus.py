@@ -19,7 +19,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
-from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split
+from mla_var3.kernel.cute_python.mla.mix.plan import SmSplit, balanced_split
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineTiling, row_tiles
 from mla_var3.op.compare import compare
 from mla_var3.op.cost import Cost

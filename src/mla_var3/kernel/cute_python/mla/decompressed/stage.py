@@ -24,7 +24,11 @@ from mla_var3.kernel.cute_python.mla.decompressed.scheduler import choose_splits
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPGROUPS, KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
-from mla_var3.kernel.cute_python.mla.latent.call import call_program, sm_count_of
+from mla_var3.kernel.cute_python.mla.latent.call import (
+    ELEMENT_TYPES,
+    call_program,
+    sm_count_of,
+)
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import require_view
@@ -175,7 +179,7 @@ def _arguments(
     shape: DecompressedShape,
     tiling: DecompressedTiling,
     sms: int,
-    strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    strides: Sequence[Sequence[int]],
     requests: int,
     **numbers: Any,
 ) -> DecompressedArguments:
@@ -197,11 +201,10 @@ def _arguments(
     if splits > 1:
         o_partial = o.new_empty((splits, *o.shape), dtype=torch.float32)
         lse_partial = lse.new_empty((splits, *lse.shape))
-    if not rope:
-        operands = operands._replace(q_rope=None, k_rope=None)
+    absent = {} if rope else {"q_rope": None, "k_rope": None}
     keys, values, k_rope = strides
     return DecompressedArguments(
-        **operands._asdict(),
+        **{**operands._asdict(), **absent},
         o=o,
         lse=lse,
         o_partial=o_partial,
@@ -272,7 +275,6 @@ def attend_request(
 def decompressed_stage(
     plan: HopperPlan,
     tiling: DecompressedTiling,
-    dtype: type,
     operands: DecompressedOperands,
     shape: DecompressedShape,
     kept: int,
@@ -286,7 +288,6 @@ def decompressed_stage(
 
     Args:
         plan: the plan that it belongs to, whose `decompressed_shape` is `shape`.
-        dtype: element type of queries and output, as the language names it.
         kept: tokens of a request that are decompressed, or those of the prefix.
         share: SMs that it gets when the tiling names none.
         cost_fn: its FLOPs and bytes.
@@ -317,8 +318,9 @@ def decompressed_stage(
     def host_fn(tiling: DecompressedTiling) -> DecompressedSm90:
         sms = tiling.sms or share
         return DecompressedSm90(
-            dtype, shape.pairing(tiling), fp8, columns, shared, shape.splits(tiling, sms) > 1, ring,
-            ring and alone, widths, shape.kv_block(tiling, sms),
+            ELEMENT_TYPES[plan.torch_dtype], shape.pairing(tiling), fp8, columns, shared,
+            shape.splits(tiling, sms) > 1, ring, ring and alone, widths,
+            shape.kv_block(tiling, sms),
         )  # fmt: skip
 
     def args_fn(tiling: DecompressedTiling) -> DecompressedArguments:

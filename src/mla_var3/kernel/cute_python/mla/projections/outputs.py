@@ -17,7 +17,7 @@ rows each and merge from registers, so the up-projected part never leaves the SM
 memory bound: it reads o_latent once, twice at v=256, and w_uv once per CTA.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE,
     WARPGROUP,
 )
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
     columns_at,
     own_columns,
@@ -55,7 +56,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage, release
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.op.mla.cost import decompress_combine_cost, output_up_projection_cost
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
@@ -223,15 +224,9 @@ class DecompressCombineSm90:
         weight_shape = (k, (wide, v // wide), heads)
         weights = cute.make_layout(weight_shape, stride=(v, (1, wide), k * v))
         mma = sm90.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (ROWS, columns),
-            warpgroup.OperandSource.SMEM,
-        )
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            (ROWS, columns), warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
 
         @cute.struct
         class Shared:
@@ -429,17 +424,17 @@ class DecompressCombineSm90:
 
 
 def combine_stage(
-    plan: MlaPlan,
+    plan: HopperPlan,
     tiling: DecompressCombineTiling,
-    dtype: type,
-    latent: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor] | None,
+    latent: Sequence[Tensor],
+    new: Sequence[Tensor] | None,
     w_uv: Tensor,
-    sm_count: int,
 ) -> CuteKernel:
     """The stage that up-projects the latent part and merges the other one, if there is one.
 
     Args:
+        plan: the plan that it belongs to.
+        tiling: its tiling.
         latent: o_latent [b, s, h, 512] and its LSE, both contiguous.
         new: o_new [b, s, h, 128] and its LSE, likewise; None to up-project only.
         w_uv: [h, 512, 128], contiguous.
@@ -453,14 +448,8 @@ def combine_stage(
     o = o_latent.new_empty((b, s, h, plan.d))
     lse = lse_latent if new is None else torch.empty_like(lse_latent)
     parts = (None, None, None, o, None) if new is None else (lse_latent, *new, o, lse)
-    default = default_head_ctas(b * s, h, sm_count)
-
-    def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
-        return (o_latent, weights, *parts, b * s, h, tiling.head_ctas or default)
-
-    cost_of: Callable[..., Any] = (
-        output_up_projection_cost if new is None else decompress_combine_cost
-    )
+    default = default_head_ctas(b * s, h, plan.sm_count)
+    cost_of = output_up_projection_cost if new is None else decompress_combine_cost
 
     def cost_fn(tiling: DecompressCombineTiling) -> tuple[float, float]:
         cost = cost_of(plan.problem())
@@ -470,8 +459,10 @@ def combine_stage(
     configs = [0, *sorted(n for n in wanted if n <= row_tiles(b * s) and n != default)]
     return CuteKernel(
         kernel_fn=DecompressCombineSm90.decompress_combine,
-        host_fn=lambda tiling: DecompressCombineSm90(dtype),
-        args_fn=args_fn,
+        host_fn=lambda tiling: DecompressCombineSm90(ELEMENT_TYPES[plan.torch_dtype]),
+        args_fn=lambda tiling: (
+            o_latent, weights, *parts, b * s, h, tiling.head_ctas or default,
+        ),
         requires_arch="sm_90a",
         tiling=tiling,
         plan=plan,
@@ -479,4 +470,4 @@ def combine_stage(
         output_tensors=[o, lse],
         algorithmic_flops_bytes_fn=cost_fn,
         autotune_configs=[DecompressCombineTiling(n) for n in configs],
-    )
+    )  # fmt: skip
