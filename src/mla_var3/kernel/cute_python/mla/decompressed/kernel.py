@@ -14,7 +14,7 @@ multiple of 64; scales [b, h, slots, 2] float32 hold the key's scale and the exp
 `shared`: the tokens are a prefix of all requests, keys and values [h, slots, ...], slot j is its
 position, and rows of different requests meet it in one query tile. `partials`: the tokens of a
 request are split, each split writes o and lse in float32 to o_partial [splits, b, s, h, v] and
-lse_partial [splits, b, s, h], and `merge.py` merges them in the same launch of the host.
+lse_partial [splits, b, s, h], and `MergeSplits` merges them in the same launch of the host.
 
 `ring`: slot x holds the position with position % kept == x among the newest `kept` ones, as a cache
 writes them, and starts [b] int32 is the oldest position that it has. KV blocks are read as they
@@ -37,6 +37,8 @@ shared memory (`fp8_few.py`).
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
@@ -55,7 +57,6 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     Exchange,
     compute_few_fp8,
 )
-from mla_var3.kernel.cute_python.mla.decompressed.merge import MergeSplits
 from mla_var3.kernel.cute_python.mla.decompressed.producer import (
     Pipeline,
     SharedKv,
@@ -71,6 +72,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPGROUPS,
     HEAD,
     KV_BLOCK,
+    LN_2,
     PRODUCER_REGISTERS,
     PRODUCER_WARP,
     ROPE,
@@ -86,6 +88,7 @@ from mla_var3.runtime.cute_kernel import Int64Arg
 SHARED_BYTES = 220 << 10
 """Shared memory of the pipeline and the exchange: what an SM has, less barriers and alignment."""
 HEADS, TILES = "heads", "tiles"
+MERGE_THREADS = 256
 
 Operand = Tensor | cute.Pointer
 Size = int | Int32
@@ -414,3 +417,80 @@ class DecompressedSm90:
             store.warp_rows.get_tensor(cute.make_layout((rows, WARPGROUP_WARPS, groups))),
             tiles(store.weights, Float8E4M3FN, kinds.K_INTER, rows, KV_BLOCK, 2, groups),
         )
+
+
+class MergeSplits:
+    """Merges the partials of splits, for one element type and width of the values.
+
+        o_partial [splits, rows, v] float32, normalised within the split; lse_partial [splits, rows]
+        -> o [rows, v] in the input dtype, lse [rows] (natural logarithm)
+
+    A warp takes a row, a lane v / 32 of its columns. Splits without a visible token have -inf and
+    weigh nothing.
+    """
+
+    def __init__(self, dtype, v=HEAD):
+        self.dtype = dtype
+        self.v = v
+
+    @cute.jit
+    def __call__(
+        self,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Pointer,
+        o: cute.Pointer,
+        lse: cute.Pointer,
+        rows: Int32,
+        splits: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.merge_splits(
+            o_partial,
+            cute.make_tensor(lse_partial, cute.make_layout((rows, splits))),
+            o,
+            cute.make_tensor(lse, cute.make_layout(rows)),
+            rows,
+            splits,
+        ).launch(grid=(ctas, 1, 1), block=(MERGE_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def merge_splits(
+        self,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Tensor,
+        o: cute.Pointer,
+        lse: cute.Tensor,
+        rows: Int32,
+        splits: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = thread % 32
+        warps = MERGE_THREADS // 32
+        v, count = self.v, self.v // 32  # columns of a row and of a lane
+        for row in cutlass.range(cta * warps + thread // 32, rows, ctas * warps, unroll=1):
+            top = -Float32.inf
+            for split in cutlass.range(splits, unroll=1):
+                top = cute.arch.fmax(top, lse_partial[row, split])
+            total = Float32(0.0)
+            merged = cute.make_rmem_tensor(count, Float32)
+            merged.fill(0.0)
+            if top > -Float32.inf:
+                for split in cutlass.range(splits, unroll=1):
+                    weight = cute.math.exp2((lse_partial[row, split] - top) / LN_2, fastmath=True)
+                    total += weight
+                    at = (Int64(split) * rows + row) * v + lane * count
+                    columns = cute.make_rmem_tensor(count, Float32)
+                    source = cute.make_tensor((o_partial + at).align(min(16, 4 * count)), count)
+                    cute.autovec_copy(source, columns)
+                    merged.store(merged.load() + columns.load() * weight)
+                merged.store(merged.load() * cute.arch.rcp_approx(total))
+                top += cute.math.log2(total, fastmath=True) * LN_2
+            narrow = cute.make_rmem_tensor(count, self.dtype)
+            narrow.store(merged.load().to(self.dtype))
+            place = (o + (Int64(row) * v + lane * count)).align(min(16, 2 * count))
+            cute.autovec_copy(narrow, cute.make_tensor(place, count))
+            if lane == 0:
+                lse[row] = top

@@ -15,7 +15,7 @@ whether requests are split serves all shapes. Target: sm_90a.
 
 The kernel is `decompressed/kernel.py` on all tokens of the cache: persistent CTAs, a producer warp
 that loads KV blocks into a pipeline, two consumer warpgroups with 64 query rows each. Where there
-are few work tiles the tokens are split, and the partials merged (`decompressed/merge.py`).
+are few work tiles the tokens are split, and the partials merged (`MergeSplits`).
 
 Base version. Limits: fewer than 64 queries are padded to 64 rows (free while memory bound). At
 v=256 the pipeline has one stage with two heads per CTA, two with one; neither was measured.
