@@ -187,8 +187,6 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
         "split_in_request",
     ):  # fmt: skip
         monkeypatch.setattr(ranges, name, as_written(getattr(ranges, name)))
-    for name in ("kv_blocks", "item_count", "split_range"):
-        monkeypatch.setattr(balance, name, getattr(ranges, name))
     monkeypatch.setattr(balance, "left_items", as_written(balance.left_items))
     for name, value in {"Int32": Number, "Int16": Number, "Boolean": bool, "THREADS": 32}.items():
         monkeypatch.setattr(balance, name, value)

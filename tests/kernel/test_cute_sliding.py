@@ -52,10 +52,7 @@ DEVICE_FUNCTIONS = {
     ranges: (
         "causal_limit", "tokens_of", "kv_blocks", "first_block", "packed_queries", "item_count",
     ),
-    device: (
-        "causal_limit", "window_begin", "tokens_of", "kv_blocks", "first_block", "packed_queries",
-        "divided", "work_tile_at",
-    ),
+    device: ("causal_limit", "window_begin", "divided", "work_tile_at"),
 }  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch):
 
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
     workspace = {"q_latent": 1024, "o_latent": 2048}
-    launch = whole_call.LatentLaunch(
+    launch = latent_call.LatentLaunch(
         repeated, torch.device("cuda", 0), SMS, WHOLE_FIELDS, workspace
     )
     pointers = {name: 16 * place for place, name in enumerate(tensors, 1)} | workspace

@@ -11,20 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
-    WEIGHT_BITS,
-    clear_columns,
-    clear_dropped,
-)
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_rows import (
-    MMA_DEPTH_8,
-    clear_scales,
-    divide_rows,
-    load_queries_by_row,
-    round_weights_by_row,
-    scale_scores,
-    softmax_by_row,
-)
+from mla_var3.kernel.cute_python.mla.decompressed import fp8_few, fp8_rows
 from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
     place_of,
@@ -34,6 +21,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
     warpgroup_rows,
     work_tile_at,
 )
+from mla_var3.kernel.cute_python.mla.hopper import warps
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     KV_BLOCK,
     LN_2,
@@ -52,12 +40,6 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     store_row,
     two_rows,
     update_max,
-)
-from mla_var3.kernel.cute_python.mla.hopper.warps import (
-    fence_and_sync_warpgroup,
-    keep_order,
-    release,
-    sync_warpgroup,
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths, row_places
 
@@ -206,8 +188,8 @@ def compute(consumer: cutlass.Constexpr):
     )
     if const_expr(fp8):
         acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
-        q = operand(widths.d // MMA_DEPTH_8, Float8E4M3FN, 4)
-        p = operand(KV_BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
+        q = operand(widths.d // fp8_rows.MMA_DEPTH_8, Float8E4M3FN, 4)
+        p = operand(KV_BLOCK // fp8_rows.MMA_DEPTH_8, Float8E4M3FN, 4)
     else:
         if const_expr(consumer.shared_queries):
             q = qk_mma.make_fragment_A(thr_qk.partition_A(given.shared_nope))
@@ -250,7 +232,7 @@ def compute(consumer: cutlass.Constexpr):
         token = tile.first * kv_block
         slot = stage * pipeline.heads + stage_head
         softmax(state, consumer, slot, token, lowest, lane, tile)
-        release(pipeline.keys_empty(stage), lane)
+        warps.release(pipeline.keys_empty(stage), lane)
         round_weights(p, acc_s, dtype, fp8)
         for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
             token = block * kv_block
@@ -262,7 +244,7 @@ def compute(consumer: cutlass.Constexpr):
                 if tile.dropped > 0:
                     cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
                     if const_expr(fp8):
-                        clear_dropped(
+                        fp8_few.clear_dropped(
                             shared.values, v_slot, token - KV_BLOCK, t, group, tile, scheduler
                         )
                     else:
@@ -279,14 +261,14 @@ def compute(consumer: cutlass.Constexpr):
             # Registers do not hold a softmax beside a product of 256 columns in flight.
             warpgroup.wait_group(0 if const_expr(widths.shared_queries) else 1)
             if const_expr(not fp8):
-                release(pipeline.keys_empty(stage), lane)
+                warps.release(pipeline.keys_empty(stage), lane)
             softmax(state, consumer, slot, token, lowest, lane, tile)
             if const_expr(fp8):  # the scales have come with the keys
-                release(pipeline.keys_empty(stage), lane)
+                warps.release(pipeline.keys_empty(stage), lane)
             else:  # in 8 bits the order makes no difference
-                keep_order(sums[0] + sums[1])
+                warps.keep_order(sums[0] + sums[1])
             warpgroup.wait_group(0)
-            release(pipeline.values_empty(v_stage), lane)
+            warps.release(pipeline.values_empty(v_stage), lane)
             rescale_if_needed(o, scale)
             round_weights(p, acc_s, dtype, fp8)
         index += consumer.ctas
@@ -297,13 +279,13 @@ def compute(consumer: cutlass.Constexpr):
         if const_expr(scheduler.ring):
             if tile.dropped > 0:
                 if const_expr(fp8):
-                    clear_dropped(shared.values, slot, token, t, group, tile, scheduler)
+                    fp8_few.clear_dropped(shared.values, slot, token, t, group, tile, scheduler)
                 else:
                     held = values_by_row[(None, None, slot)]
                     clear_places(held, token, t, warpgroup_barrier(group), tile, scheduler)
         if token + kv_block > tile.tokens:
             if const_expr(fp8):
-                clear_columns(shared.values, slot, tile.tokens - token, t, group)
+                fp8_few.clear_columns(shared.values, slot, tile.tokens - token, t, group)
             else:
                 valid = cutlass.max(tile.tokens - token, 0)
                 clear_rows(
@@ -314,7 +296,7 @@ def compute(consumer: cutlass.Constexpr):
         stage, phase = pipeline.after(stage, phase)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
-        release(pipeline.values_empty(v_stage), lane)
+        warps.release(pipeline.values_empty(v_stage), lane)
         # Behind the last work tile too, with zeros: the assembler would wait for a product that
         # is issued on one path only.
         slot = stage * pipeline.heads + stage_head
@@ -358,7 +340,7 @@ def start_scores(
     cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
     if const_expr(fp8):
         if valid < KV_BLOCK:
-            clear_scales(scales, slot, valid, t, group)
+            fp8_rows.clear_scales(scales, slot, valid, t, group)
     if const_expr(fresh):
         nope.acc.fill(0.0)
     multiply_queries(nope.mma, nope.acc, nope.queries, nope.keys, slot)
@@ -413,21 +395,23 @@ def fetch_queries(
     given, d, p = consumer.queries, consumer.widths.d, consumer.widths.p
     nope = given.nope + own.start * d
     if const_expr(consumer.shared_queries):
-        sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
+        warps.sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
         target = given.shared_nope[(None, None, group)]
         copy_queries(target, nope, d, row0, rows, heads, lane)
         if const_expr(p > 0):
             rope = given.rope + own.start * p
             target = given.shared_rope[(None, None, group)]
             copy_queries(target, rope, p, row0, rows, heads, lane)
-        fence_and_sync_warpgroup(warpgroup_barrier(group))
+        warps.fence_and_sync_warpgroup(warpgroup_barrier(group))
     else:
         if const_expr(p > 0):
             rope = given.rope + own.start * p
             load_queries(q_rope, rope, p, row0, rows, heads, lane)
         if const_expr(consumer.fp8):
-            load_queries_by_row(q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype)
-            divide_rows(q_rope, q_scale, consumer.dtype)
+            fp8_rows.load_queries_by_row(
+                q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype
+            )
+            fp8_rows.divide_rows(q_rope, q_scale, consumer.dtype)
         else:
             load_queries(q, nope, d, row0, rows, heads, lane)
 
@@ -546,7 +530,7 @@ def softmax(
     scheduler = consumer.scheduler
     if const_expr(consumer.fp8):
         rope = two_rows(state.rope, KV_BLOCK)
-        scale_scores(state.s, rope, state.exponents, consumer.shared.scales, slot, lane)
+        fp8_rows.scale_scores(state.s, rope, state.exponents, consumer.shared.scales, slot, lane)
     if const_expr(scheduler.ring):
         if tile.dropped > 0 or places_end(token, tile, scheduler) > lowest:
             mask_places(state.s, token, state.limits, lane, tile, scheduler)
@@ -555,7 +539,7 @@ def softmax(
     elif token + scheduler.kv_block > lowest:
         mask_scores(state.s, token, state.limits, lane, columns=scheduler.kv_block)
     if const_expr(consumer.fp8):
-        softmax_by_row(
+        fp8_rows.softmax_by_row(
             state.s, state.exponents, state.sums, state.top, state.scale, state.q_scale,
             consumer.scale_log2e,
         )  # fmt: skip
@@ -617,7 +601,7 @@ def clear_places(
         if place_of(token + row, tile, scheduler) < tile.dropped:
             target = cute.local_tile(values, (1, 8), (row, i % chunks))
             cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
-    fence_and_sync_warpgroup(barrier)
+    warps.fence_and_sync_warpgroup(barrier)
 
 
 @cute.jit
@@ -626,7 +610,7 @@ def round_weights(
 ):
     """Probabilities to the registers of an operand A."""
     if const_expr(fp8):
-        round_weights_by_row(p, two_rows(acc_s, KV_BLOCK))
+        fp8_rows.round_weights_by_row(p, two_rows(acc_s, KV_BLOCK))
     else:
         # The result of one product has the layout of the next one's operand.
         cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
@@ -647,7 +631,7 @@ def finish(
     out, lse = consumer.outputs.o, consumer.outputs.lse
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
     # In 8 bits the probabilities and their sums are 2**WEIGHT_BITS too large.
-    bits = WEIGHT_BITS if const_expr(consumer.fp8) else 0.0
+    bits = fp8_few.WEIGHT_BITS if const_expr(consumer.fp8) else 0.0
     for r in cutlass.range_constexpr(2):
         total = row_sum(state.sums[r])
         inverse, lse_log2 = normaliser(total, state.top[r] - bits)

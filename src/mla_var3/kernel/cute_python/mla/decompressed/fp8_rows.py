@@ -10,12 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
-    LARGEST_BITS,
-    WEIGHT_BITS,
-    inverse_power,
-    row_scale,
-)
+from mla_var3.kernel.cute_python.mla.decompressed import fp8_few
 from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.rows import update_max
@@ -56,7 +51,7 @@ def load_queries_by_row(
                     cute.autovec_copy(cute.make_tensor((source + at).align(8), 4), four)
                     row[None, half, k].store(four.load().to(Float32))
         parts = (row.load(), q_rope[(None, r, None), 0, None].load().to(Float32))
-        scale = row_scale(parts)
+        scale = fp8_few.row_scale(parts)
         scales[r] = scale
         rounded = cute.make_rmem_tensor((4, 2, steps), Float8E4M3FN)
         rounded.store((row.load() * (1.0 / scale)).to(Float8E4M3FN))
@@ -117,11 +112,11 @@ def softmax_by_row(
         factor = scale_log2e * q_scale[r]
         for j, e in row_places(KV_BLOCK):
             s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
-    update_max(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
+    update_max(s, top, scale, sums, Float32(1.0), fp8_few.LARGEST_BITS - fp8_few.WEIGHT_BITS)
     for j, e in row_places(KV_BLOCK):
-        inverse = inverse_power(exponents[e, j])
+        inverse = fp8_few.inverse_power(exponents[e, j])
         for r in cutlass.range_constexpr(2):
-            weight = cute.math.exp2(s[r, (e, j)] - (top[r] - WEIGHT_BITS), fastmath=True)
+            weight = cute.math.exp2(s[r, (e, j)] - (top[r] - fp8_few.WEIGHT_BITS), fastmath=True)
             s[r, (e, j)] = weight
             sums[r] = sums[r] + weight * inverse
 

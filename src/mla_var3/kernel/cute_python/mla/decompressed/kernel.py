@@ -45,26 +45,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.decompressed.compute import (
-    Consumer,
-    Mmas,
-    Outputs,
-    Queries,
-    compute,
-)
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
-    EXCHANGE_BYTES,
-    Exchange,
-    compute_few_fp8,
-)
-from mla_var3.kernel.cute_python.mla.decompressed.producer import (
-    Pipeline,
-    SharedKv,
-    Sources,
-    StageBarrier,
-    init_barriers,
-    produce,
-)
+from mla_var3.kernel.cute_python.mla.decompressed import compute, fp8_few, producer
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, Sizes
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -182,7 +163,7 @@ class DecompressedSm90:
         self.value_bytes = self.stage_heads * self.kv_block * v * element
         # Query rows in shared memory, 16 bits each.
         self.query_rows = CONSUMER_WARPGROUPS * ROWS if self.shared_queries else 0
-        available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * EXCHANGE_BYTES
+        available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * fp8_few.EXCHANGE_BYTES
         available -= self.query_rows * (d + p) * 2
         self.stages = available // (self.key_bytes + self.value_bytes)
 
@@ -288,7 +269,7 @@ class DecompressedSm90:
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[Int64, len(StageBarrier) * stages]
+            barriers: cute.struct.MemRange[Int64, len(producer.StageBarrier) * stages]
             q_scales: cute.struct.Align[cute.struct.MemRange[Float32, few_rows], 16]
             warp_rows: cute.struct.Align[cute.struct.MemRange[Float32, warp_numbers], 16]
             q_nope: cute.struct.Align[cute.struct.MemRange[element, query_rows * d], 1024]
@@ -311,7 +292,7 @@ class DecompressedSm90:
             mma(element, K, self.kv_block, self.query_rows > 0),
             mma(dtype, K, self.kv_block, self.query_rows > 0),
             mma(element, K if const_expr(self.fp8) else MN, v),
-            Sources(keys, values, rope, scales),
+            producer.Sources(keys, values, rope, scales),
             (key_layout, value_layout, rope_layout),
             args.q_nope,
             args.q_rope,
@@ -334,7 +315,7 @@ class DecompressedSm90:
         qk_mma: cute.TiledMma,
         rope_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        sources: Sources,
+        sources: producer.Sources,
         layouts: tuple[Any, Any, Any],
         q_nope: cute.Pointer,
         q_rope: cute.Pointer | None,
@@ -350,12 +331,12 @@ class DecompressedSm90:
         cta, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        pipeline = Pipeline(
+        pipeline = producer.Pipeline(
             store.barriers.data_ptr(), self.stages, self.stage_heads, self.key_bytes,
             self.value_bytes,
         )  # fmt: skip
         if thread == 0:
-            init_barriers(pipeline)
+            producer.init_barriers(pipeline)
         cute.arch.sync_threads()
         key_layout, value_layout, rope_layout = layouts
         s_k = store.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
@@ -374,8 +355,8 @@ class DecompressedSm90:
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
-                shared_kv = SharedKv(s_k, s_v, s_r, s_scales)
-                produce(
+                shared_kv = producer.SharedKv(s_k, s_v, s_r, s_scales)
+                producer.produce(
                     sources, shared_kv, pipeline, scheduler, cta, ctas, self.widths,
                     one_tile_ahead=self.columns == 0,
                 )  # fmt: skip
@@ -385,15 +366,16 @@ class DecompressedSm90:
             if const_expr(not self.fp8):
                 swapped = cute.select(s_v.layout, mode=[1, 0, 2])
                 by_column = cute.make_tensor(s_v.iterator, swapped)
-            consumer = Consumer(
-                Mmas(qk_mma, rope_mma, pv_mma), SharedKv(s_k, by_column, s_r, s_scales), pipeline,
-                self.queries(q_nope, q_rope, store), Outputs(o, lse), scale_log2e, cta, ctas,
-                scheduler, self.dtype, self.fp8, self.partials, self.widths,
+            consumer = compute.Consumer(
+                compute.Mmas(qk_mma, rope_mma, pv_mma),
+                producer.SharedKv(s_k, by_column, s_r, s_scales), pipeline,
+                self.queries(q_nope, q_rope, store), compute.Outputs(o, lse), scale_log2e, cta,
+                ctas, scheduler, self.dtype, self.fp8, self.partials, self.widths,
             )  # fmt: skip
             if const_expr(self.columns > 0):
-                compute_few_fp8(consumer, self.exchange(store), self.columns)
+                fp8_few.compute_few_fp8(consumer, self.exchange(store), self.columns)
             else:
-                compute(consumer)
+                compute.compute(consumer)
 
     def queries(self, q_nope, q_rope, store):
         """The queries: pointers, and where a warpgroup keeps them in shared memory, if it does."""
@@ -404,13 +386,13 @@ class DecompressedSm90:
             s_nope = tiles(store.q_nope, self.dtype, kind, shape[0], widths.d, shape[1])
             if const_expr(widths.p > 0):
                 s_rope = tiles(store.q_rope, self.dtype, kind, shape[0], widths.p, shape[1])
-        return Queries(q_nope, q_rope, s_nope, s_rope)
+        return compute.Queries(q_nope, q_rope, s_nope, s_rope)
 
     def exchange(self, store):
         """What the warpgroups keep in shared memory with rows on the N side."""
         kinds = warpgroup.SmemLayoutAtomKind
         rows, groups = self.columns, CONSUMER_WARPGROUPS
-        return Exchange(
+        return fp8_few.Exchange(
             tiles(store.q_nope, Float8E4M3FN, kinds.K_SW128, rows, HEAD, groups),
             tiles(store.q_rope, self.dtype, kinds.K_SW128, rows, ROPE, groups),
             store.q_scales.get_tensor(cute.make_layout((rows, 1, groups))),

@@ -23,18 +23,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import MOST_TAKEN, THREADS
+from mla_var3.kernel.cute_python.mla.latent import ranges
 from mla_var3.kernel.cute_python.mla.latent.ops import quotient
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    ITEM_COST,
-    MERGE_COST,
-    Batch,
-    WorkRange,
-    item_count,
-    kv_blocks,
-    split_range,
-    split_step,
-    turns_length,
-)
 
 REQUEST_BITS, VISIT_BITS, BLOCK_BITS = 8, 8, 15
 """Bits of a request, of its visits and of its KV blocks: most that are sorted. A key has all
@@ -44,7 +34,7 @@ MOST_ITEMS = 2048
 """As many find room in shared memory."""
 NO_VISIT = MOST_VISITS - 1
 """Stands behind the last item of a group."""
-SPLIT_WORTH = MERGE_COST + 1
+SPLIT_WORTH = ranges.MERGE_COST + 1
 """KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
 sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
 they lost 0 to 8 % (docs/results/2026-11-18-nvidia-h200-balance-rows.json)."""
@@ -102,7 +92,7 @@ def most_sum(splits, items, visits, longest, total, group_count):
         longest: most KV blocks of any item.
     """
     shared = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
-    in_turns = (turns_length(longest, items, group_count) - SORT_WORTH) * group_count
+    in_turns = (ranges.turns_length(longest, items, group_count) - SORT_WORTH) * group_count
     return splits * (total + shared + SPLIT_WORTH * group_count) + (1 - splits) * in_turns
 
 
@@ -137,7 +127,7 @@ def worth_sorting(splits, requests, visits, present, longest, total, group_count
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
     hopeful = cutlass.min(cutlass.max(hopeful, visits - 1), most - total)
-    shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ITEM_COST)
+    shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ranges.ITEM_COST)
     least = quotient(present + group_count - 1, group_count) * shortest * group_count
     hopeful = cutlass.max(cutlass.min(hopeful, most - least + 1), splits * (visits - 1))
     fits = cutlass.min(MOST_ITEMS + 1 - present, MOST_BLOCKS - longest)
@@ -219,8 +209,10 @@ def balance(
         for request in cutlass.range(thread, padded, THREADS, unroll=1):
             key = Int32(0)
             if request < requests:
-                key = (kv_blocks(batch, request) << REQUEST_BITS) + (MOST_REQUESTS - 1 - request)
-                key = (key << VISIT_BITS) + item_count(request, visits, batch.packed)
+                key = (ranges.kv_blocks(batch, request) << REQUEST_BITS) + (
+                    MOST_REQUESTS - 1 - request
+                )
+                key = (key << VISIT_BITS) + ranges.item_count(request, visits, batch.packed)
             words[request] = key
         if thread < len(Sums):
             words[MOST_REQUESTS + thread] = Int32(0)
@@ -243,7 +235,7 @@ def balance(
             turn = Int32(0)
             while place < present:
                 request, _ = item_at(order, place)
-                last = (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ITEM_COST
+                last = (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ranges.ITEM_COST
                 cost += last
                 turn += 1
                 place = turn_place(turn, thread, group_count)
@@ -274,9 +266,9 @@ def balance(
             if splits:
                 line = ItemsLeft(words, order, first_left, present - first_left)
                 blocks, count = line.lane_items(Int32(0))
-                left, begin_block, left_end, end_block = split_range(
+                left, begin_block, left_end, end_block = ranges.split_range(
                     line, (line.requests + 31) >> 5, blocks, count, words[Sums.BEFORE],
-                    words[Sums.BEFORE] + words[Sums.OWN], split_step(1, visits),
+                    words[Sums.BEFORE] + words[Sums.OWN], ranges.split_step(1, visits),
                 )  # fmt: skip
                 first_left += left
                 pieces = left_end - left
@@ -299,14 +291,14 @@ def balance(
 
 
 def balanced(
-    batch: Batch,
-    own: WorkRange,
+    batch: ranges.Batch,
+    own: ranges.WorkRange,
     words: cute.Pointer,
     taken: cute.Tensor,
     group_ctas: Int32,
     group: Int32,
     group_count: Int32,
-) -> WorkRange:
+) -> ranges.WorkRange:
     """The range of a group, of the items that it takes where these are balanced.
 
     The arguments are those of `balance`.

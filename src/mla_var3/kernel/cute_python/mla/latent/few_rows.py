@@ -39,14 +39,8 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.hopper.widths import row_places
+from mla_var3.kernel.cute_python.mla.latent import mask
 from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
-from mla_var3.kernel.cute_python.mla.latent.mask import (
-    first_hidden,
-    needs_mask,
-    row_begin,
-    row_limit,
-    tree_hides,
-)
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     WARPGROUP_BARRIERS,
@@ -132,10 +126,10 @@ def compute_few(
         acc_o.fill(0.0)
         sums.fill(0.0)
         for j, e in row_places(columns):
-            limits[e, j] = row_limit(tile, own_row(j, e, lane), scheduler)
+            limits[e, j] = mask.row_limit(tile, own_row(j, e, lane), scheduler)
             if const_expr(scheduler.window is not None):
-                begins[e, j] = row_begin(tile, own_row(j, e, lane), scheduler)
-        lowest = first_hidden(tile, scheduler)
+                begins[e, j] = mask.row_begin(tile, own_row(j, e, lane), scheduler)
+        lowest = mask.first_hidden(tile, scheduler)
         if not started:  # later tiles have their first scores from the tile before
             started = Boolean(True)
             cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
@@ -150,7 +144,7 @@ def compute_few(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair) * KV_BLOCK
-                if needs_mask(token, lowest, tile, scheduler):
+                if mask.needs_mask(token, lowest, tile, scheduler):
                     mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
@@ -191,7 +185,7 @@ def compute_few(
                 receive_scales_few(scale, sums, exchange.scales, 0, lane, columns)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
-                if needs_mask(token, lowest, tile, scheduler):
+                if mask.needs_mask(token, lowest, tile, scheduler):
                     mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
@@ -245,7 +239,7 @@ def mask_few(
             if const_expr(scheduler.window is not None):
                 hidden = hidden or token < begins[e, j]
             if const_expr(scheduler.tree is not None):
-                hidden = hidden or tree_hides(tile, own_row(j, e, t), token, scheduler)
+                hidden = hidden or mask.tree_hides(tile, own_row(j, e, t), token, scheduler)
             if hidden:
                 s[(e, j), r] = -Float32.inf
 
