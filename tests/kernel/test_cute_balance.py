@@ -1,8 +1,12 @@
-"""Whole items balanced by length, without a GPU: the rule and the device's own code."""
+"""Whole items balanced by length, without a GPU: the rule and the device's own code.
+
+And what the merge relies on.
+"""
 
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections import Counter
 from typing import Any
@@ -11,7 +15,13 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK, ROWS
+from mla_var3.conf.devices import load_devices
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    DEFAULT_SM_COUNT,
+    KV_BLOCK,
+    MOST_CTAS,
+    ROWS,
+)
 from mla_var3.kernel.cute_python.mla.latent import balance, ranges
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -20,6 +30,7 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     partial_count,
     ragged_tiles,
 )
+from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
     Batch,
@@ -151,6 +162,21 @@ def test_the_order_fits_shared_memory_beside_what_the_merge_resets():
     assert balance.REQUEST_BITS + balance.VISIT_BITS <= 16
 
 
+def test_the_records_of_every_known_device_fit():
+    served = [spec for spec in load_devices().values() if spec.compute_capability == (9, 0)]
+    assert served and all(spec.sm_count <= MOST_CTAS for spec in served)
+
+
+def test_a_state_is_no_number_that_memory_has_by_chance():
+    """Not zeros, no repeated filling, no small numbers, no two floats of usual size."""
+    assert len(set(CtaState)) == 3
+    for state in CtaState:
+        data = int(state).to_bytes(8, "little")
+        assert 0 < state < 2**63
+        assert len(set(data)) == 8
+        assert all(int(state) >> shift & 0xFFFFFFFF > 2**24 for shift in (0, 32))
+
+
 class Words(list):
     """Shared memory; its iterator plus a number is a place in it."""
 
@@ -171,17 +197,17 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     words = Words([Number(7)] * balance.KEY_WORDS)
     order, taken = (Signed([Number(7)] * n) for n in (balance.MOST_ITEMS, balance.MOST_TAKEN))
 
-    def atomic_max(place: int, value: int, **how: Any) -> None:
-        words[place] = max(words[place], value)  # one step of the interpreter's lock
+    def atomic(combine: Any) -> Any:
+        def change(place: int, value: int, **how: Any) -> None:
+            words[place] = combine(words[place], value)  # one step of the interpreter's lock
 
-    block.cute.arch.thread_idx = lambda: (block.cute.arch.lane_idx(), 0, 0)
-    block.cute.arch.sync_threads = lambda: block._exchanged(0)
+        return change
 
-    def atomic_add(place: int, value: int, **how: Any) -> None:
-        words[place] += value
-
-    block.cute.arch.atomic_max, block.cute.arch.atomic_add = atomic_max, atomic_add
-    block.cute.arch.make_warp_uniform = lambda number: number
+    vars(block.cute.arch).update(
+        thread_idx=lambda: (block.cute.arch.lane_idx(), 0, 0), make_warp_uniform=lambda n: n,
+        sync_threads=lambda: block._exchanged(0), atomic_max=atomic(max),
+        atomic_add=atomic(operator.add),
+    )  # fmt: skip
     for name in (
         "tokens_of", "kv_blocks", "packed_queries", "item_count", "inclusive_sum", "split_range",
         "split_in_request",

@@ -197,31 +197,6 @@ def test_equal_lengths_that_divide_evenly_are_not_split(t, requests, groups):
     assert partial_count([t] * requests, shape) == 0
 
 
-@pytest.mark.parametrize("blocks", [16, 33, 64, 65, 66, 1000])
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_equal_items_are_split_evenly(blocks, tiles):
-    """16 requests on 132 SMs: as short as by eight CTA groups each, or by four of two CTAs."""
-    shape = GroupShape(tiles, 1, 132 // tiles)
-    found = spans([blocks * KV_BLOCK] * 16, shape)
-    assert max(len(group) for group in found) == 1
-    parts = [span for group in found for span in group]
-    step = split_step(tiles, 1)
-    most = max(span.last - span.first for span in parts)
-    least = -(-blocks // (shape.group_count // 16 * step)) * step
-    assert least <= most <= least + least // 50
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(20, 300), st.lists(st.integers(-3, 3), min_size=16, max_size=16))
-def test_lengths_that_differ_little_are_split_as_evenly(blocks, differences):
-    """No CTA has more KV blocks than its share of the line, rounded up, and one, or 5 %."""
-    shape = GroupShape(1, 1, 132)
-    counts = [blocks + difference for difference in differences]
-    found = spans([count * KV_BLOCK for count in counts], shape)
-    most = max(sum(span.last - span.first for span in group) for group in found)
-    assert most <= -(-1.05 * sum(count + ITEM_COST for count in counts) // 132) + 1
-
-
 def test_ranges_of_different_lengths_have_one_item_each():
     """16 requests, 132 CTAs: none has parts of two requests, and none more than six blocks."""
     blocks = [38, 53, 59, 45, 41, 38, 54, 48, 50, 36, 51, 50, 51, 64, 37, 33]
@@ -249,27 +224,28 @@ def test_range_position_is_exact(total, groups, data):
     assert range_position(total, group, groups) == total * group // groups
 
 
-class Int32Only(int):
-    """An integer that refuses any step of arithmetic whose result 32 bits cannot hold."""
+class Number(int):
+    """An Int32, of the host or of a lane; so are the results of arithmetic, which must fit."""
 
-    def __new__(cls, value: int) -> Int32Only:
+    def __new__(cls, value: int) -> Number:
         assert -INT32_MAX - 1 <= value <= INT32_MAX, f"{value} overflows 32 bits"
         return super().__new__(cls, value)
 
-    def __add__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) + other)
+    def to(self, kind: Any) -> Any:
+        return kind(self)
 
-    def __sub__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) - other)
 
-    def __mul__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) * other)
+def operation(name: str) -> Any:
+    def result(self: Number, *others: int) -> Number:
+        value = getattr(int, name)(self, *others)
+        return value if value is NotImplemented else Number(value)
 
-    def __floordiv__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) // other)
+    return result
 
-    def __mod__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) % other)
+
+NAMES = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift", "and", "neg")
+for name in NAMES:
+    setattr(Number, f"__{name}__", operation(f"__{name}__"))
 
 
 LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_000)]
@@ -280,24 +256,24 @@ LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_00
 @pytest.mark.parametrize("groups", [1, 7, DEFAULT_SM_COUNT, MOST_SLOTS // 2])
 def test_no_step_overflows_for_the_largest_sizes(items, t, groups):
     blocks = -(-t // KV_BLOCK)
-    total = Int32Only((blocks + ITEM_COST) * items)
-    whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
+    total = Number((blocks + ITEM_COST) * items)
+    whole = takes_turns(Number(blocks), Number(items), Number(groups), total)
     assert whole == (-(-items // groups) * (blocks + ITEM_COST) <= total // groups + MERGE_COST)
     if items <= groups:
-        span = shortest_span(total, Int32Only(groups), 2)
-        assert aligning_pays(Int32Only(span), total, Int32Only(groups), 2)
-        assert not aligning_pays(Int32Only(span) + span // 20 + 6, total, Int32Only(groups), 2)
+        span = shortest_span(total, Number(groups), 2)
+        assert aligning_pays(Number(span), total, Number(groups), 2)
+        assert not aligning_pays(Number(span) + span // 20 + 6, total, Number(groups), 2)
     for group in (0, 1, groups // 2, groups - 1, groups):
-        position = range_position(total, Int32Only(group), Int32Only(groups))
+        position = range_position(total, Number(group), Number(groups))
         assert position == int(total) * group // groups
         local = position % (blocks + ITEM_COST)
         for step in (1, 2):
-            assert split_block(Int32Only(local), ITEM_COST, step) <= blocks + step - 1
+            assert split_block(Number(local), ITEM_COST, step) <= blocks + step - 1
 
 
 def test_the_overflow_check_sees_an_overflow():
     with pytest.raises(AssertionError, match="overflows"):
-        Int32Only(INT32_MAX) * 2
+        Number(INT32_MAX) * 2
 
 
 @settings(max_examples=150, deadline=None)
@@ -316,26 +292,6 @@ def test_partials_are_counted_as_they_are_made(lengths, shape):
 
 
 # --- the device's own code, a thread per lane -----------------------------------------------------
-
-
-class Number(int):
-    """An Int32 of a lane; results of arithmetic are such numbers too."""
-
-    def to(self, kind: Any) -> Any:
-        return kind(self)
-
-
-def operation(name: str) -> Any:
-    def result(self: Number, *others: int) -> Number:
-        value = getattr(int, name)(self, *others)
-        return value if value is NotImplemented else Number(value)
-
-    return result
-
-
-NAMES = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift", "and", "neg")
-for name in NAMES:
-    setattr(Number, f"__{name}__", operation(f"__{name}__"))
 
 
 class Real:

@@ -5,6 +5,7 @@ Without their decorators the functions of the tile scheduler are Python, see `te
 
 import itertools
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,36 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "record_partials", as_written(records.record_partials))
 
 
+def scheduler_of(
+    own: WorkRange,
+    lengths: list[int],
+    begins: list[int] | None,
+    queries: int,
+    heads: int,
+    shape: GroupShape,
+    group: int = 0,
+    rank: int = 0,
+    **others: Any,
+) -> Scheduler:
+    """The scheduler of a CTA, causal over the whole cache unless other fields say otherwise."""
+    given = {
+        "total_lengths": None, "tree": None, "max_tokens": 1 << 20, "newest": 0, "causal": 1,
+        "shards": 1, "shard": 0, "window": None, "total_queries": begins[-1] if begins else queries,
+    }  # fmt: skip
+    return Scheduler(
+        range=own, lengths=lengths, query_begins=begins, queries=queries, heads=heads,
+        group_ctas=shape.group_ctas, visits=shape.visits, group=group, rank=rank,
+        **(given | others),
+    )  # fmt: skip
+
+
+def tiles_of(scheduler: Scheduler) -> Iterator[Any]:
+    tile = scheduler.first_tile()
+    while tile.valid:
+        yield tile
+        tile = scheduler.next_tile(tile)
+
+
 def visible(scheduler: Scheduler, tile: Any, row: int) -> int:
     """Tokens whose scores a row of a work tile keeps, a bit for each: sets of them take long."""
     lowest = mask.first_hidden(tile, scheduler)
@@ -115,13 +146,12 @@ def test_a_row_sees_its_window_once(data):
     seen: dict[tuple[int, int], int] = {}
     for group, part in enumerate(parts):
         for rank in range(ctas):
-            scheduler = Scheduler(
-                part, lengths, total_lengths, begins, None, queries,
-                begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
-                sliding, group, rank, halves,
+            scheduler = scheduler_of(
+                part, lengths, begins, queries, heads, shape, group, rank, causal=int(causal),
+                total_lengths=total_lengths, shards=shards, shard=shard, window=sliding,
+                clusters=halves, max_tokens=2048,
             )  # fmt: skip
-            tile = scheduler.first_tile()
-            while tile.valid:
+            for tile in tiles_of(scheduler):
                 request = tile.item // shape.visits
                 oldest = mask.row_begin(tile, 0, scheduler)
                 assert (tile.first + 1) * KV_BLOCK > oldest, "a KV block that no row sees"
@@ -132,7 +162,6 @@ def test_a_row_sees_its_window_once(data):
                     tokens = visible(scheduler, tile, row)
                     assert not own & tokens, "two splits see the same token"
                     seen[request, tile.row + row] = own | tokens
-                tile = scheduler.next_tile(tile)
     for request, count in enumerate(counts):
         for query in range(count):
             own = totals[request] - count + query
@@ -162,14 +191,10 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
             return super().__getitem__(index)
 
     for begin in range(step):
-        scheduler = Scheduler(
-            WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1), lengths, None, Begins(begins),
-            None, 4, begins[-1], heads, 2048, 2, visits, 0, 1, 1, 0, None, 0, 1,
-        )  # fmt: skip
-        tile = scheduler.first_tile()
-        while tile.valid:
-            found.append((tile.item // visits, tile.row))
-            tile = scheduler.next_tile(tile)
+        own = WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1)
+        shape = GroupShape(2, visits, 1)
+        scheduler = scheduler_of(own, lengths, Begins(begins), 4, heads, shape, rank=1)
+        found += [(tile.item // visits, tile.row) for tile in tiles_of(scheduler)]
     wanted = [(r, (2 * i + 1) * ROWS) for r, count in enumerate(counts) for i in range(count)]
     assert sorted(found) == wanted
     assert len(reads) < 100
@@ -200,15 +225,13 @@ def test_balanced_items_have_all_work_tiles(group_ctas, t, splits):
                 ends = i, last
         own_range = WorkRange(0, own[0][1], *ends, 1, 0, 1, balanced=True)
         for rank in range(group_ctas):
-            scheduler = Scheduler(
-                own_range, lengths, None, begins, None, queries, begins[-1], heads, 1 << 20,
-                group_ctas, shape.visits, 0, 0, 1, 0, None, group, rank, False, listed,
+            scheduler = scheduler_of(
+                own_range, lengths, begins, queries, heads, shape, group, rank, causal=0,
+                taken=listed,
             )  # fmt: skip
-            tile = scheduler.first_tile()
-            while tile.valid:
+            for tile in tiles_of(scheduler):
                 piece = (tile.first, tile.last, tile.split)
                 found.setdefault((tile.request, tile.row), []).append(piece)
-                tile = scheduler.next_tile(tile)
     wanted = [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]
     assert sorted(found) == wanted
     for (request, _), pieces in found.items():
@@ -263,22 +286,20 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
         for rank in range(ctas):
-            scheduler = Scheduler(
-                WorkRange(*begin, *end, 1, 0, 1), lengths, None, begins, None, queries, begins[-1],
-                heads, 4096, ctas, shape.visits, 0, int(causal), 1, 0, None, group, rank,
-            )  # fmt: skip
+            own = WorkRange(*begin, *end, 1, 0, 1)
+            scheduler = scheduler_of(
+                own, lengths, begins, queries, heads, shape, group, rank, causal=int(causal)
+            )
             recorded: dict[tuple[int, int], int] = {}
             cta = group * ctas + rank
             records.record_partials(recorded, cta, scheduler)
             written = {}
-            tile = scheduler.first_tile()
-            while tile.valid:
+            for tile in tiles_of(scheduler):
                 if tile.split:
                     slot = as_written(device.partial_slot)(tile, scheduler)
                     assert slot not in written and slot // 2 == cta
                     rows = min(tile.rows - tile.row, ROWS)
                     written[slot] = [tile.split, tile.base + tile.row, rows]
-                tile = scheduler.next_tile(tile)
             for slot in (2 * cta, 2 * cta + 1):
                 found = [recorded[slot, column] for column in records.Record]
                 assert found == written.get(slot, [0, *found[1:]])
@@ -333,10 +354,7 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
                 balanced=balances,
             )  # fmt: skip
             for rank in range(shape.group_ctas):
-                scheduler = Scheduler(
-                    own, lengths, None, begins, None, queries, begins[-1], 16, 4096,
-                    shape.group_ctas, 3, 0, 1, 1, 0, None, group, rank,
-                )  # fmt: skip
+                scheduler = scheduler_of(own, lengths, begins, queries, 16, shape, group, rank)
                 cta = group * shape.group_ctas + rank
                 as_written(schedule.write_range)(memory, cta, scheduler)
                 found.append((cta, own, scheduler.first_tile()))
@@ -353,9 +371,6 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
 def test_small_launches_leave_l2_first(group_ctas, visits, total, first, monkeypatch):
     """Not those whose KV blocks several CTAs read, or many."""
     monkeypatch.setattr(producer, "Int64", int)
-    scheduler = Scheduler(
-        WorkRange(0, 0, 0, 0, 1, total, 1), [], None, None, None, 1, 1, 16, 64, group_ctas, visits,
-        0, 1, 1, 0, None, 0, 0,
-    )  # fmt: skip
-    policy = as_written(producer.kv_policy)(scheduler)
+    own, shape = WorkRange(0, 0, 0, 0, 1, total, 1), GroupShape(group_ctas, visits, 1)
+    policy = as_written(producer.kv_policy)(scheduler_of(own, [], None, 1, 16, shape))
     assert policy == (EVICT_FIRST if first else EVICT_NORMAL)
