@@ -429,8 +429,10 @@ def test_a_wrong_tensor_is_named(name):
         longer = torch.empty((*right.shape, 1), device="meta", dtype=right.dtype)
         elsewhere = torch.empty(right.shape, dtype=right.dtype)
         wrongs = [(longer, ""), (right.to(torch.float64), ".*float64")]
-        # All are where the first one is.
-        wrongs += [(elsewhere, "a tensor on meta, got one on cpu")] * (argument != NAMES[name][0])
+        if (
+            name.startswith("flash") and argument != NAMES[name][0]
+        ):  # all are where the first one is
+            wrongs.append((elsewhere, "a tensor on meta, got one on cpu"))
         for wrong, expected in wrongs:
             with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected {expected}"):
                 plan.plan(*{**inputs, argument: wrong}.values())
