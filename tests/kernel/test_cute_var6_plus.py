@@ -429,9 +429,7 @@ def test_a_wrong_tensor_is_named(name):
         longer = torch.empty((*right.shape, 1), device="meta", dtype=right.dtype)
         elsewhere = torch.empty(right.shape, dtype=right.dtype)
         wrongs = [(longer, ""), (right.to(torch.float64), ".*float64")]
-        if (
-            name.startswith("flash") and argument != NAMES[name][0]
-        ):  # all are where the first one is
+        if name.startswith("flash") and argument != NAMES[name][0]:  # the first says where
             wrongs.append((elsewhere, "a tensor on meta, got one on cpu"))
         for wrong, expected in wrongs:
             with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected {expected}"):
