@@ -559,20 +559,12 @@ def reduce_rows(
 
 @cute.jit
 def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
-    """Zero the tokens of transposed values that do not exist: 0 * NaN would poison the output.
+    """Zero the tokens of transposed values that do not exist: 0 * NaN would poison the output."""
 
-    A thread has a row, tokens are its bytes.
-    """
-    for at in cutlass.range(cutlass.max(valid, 0) // 16, KV_BLOCK // 16, unroll=1):
-        place = cute.local_tile(values[(None, None, slot)], (1, 16), (t, at))
-        kept = cute.make_rmem_tensor(16, values.element_type)
-        cute.autovec_copy(cute.group_modes(place, 0, 2), kept)
-        numbers = cute.recast_tensor(kept, cutlass.Uint8)
-        for i in cutlass.range_constexpr(16):
-            if at * 16 + TOKEN_ORDER[i] >= valid:
-                numbers[i] = cutlass.Uint8(0)
-        cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
-    fence_and_sync_warpgroup(warpgroup_barrier(group))
+    def is_gone(at, i):
+        return at * 16 + TOKEN_ORDER[i] >= valid
+
+    clear_tokens(values, slot, cutlass.max(valid, 0) // 16, is_gone, t, group)
 
 
 @cute.jit
@@ -586,13 +578,33 @@ def clear_dropped(
     scheduler: cutlass.Constexpr,
 ):
     """The same for the tokens of a KV block of a ring before its oldest one."""
-    for at in cutlass.range(KV_BLOCK // 16, unroll=1):
+
+    def is_gone(at, i):
+        return place_of(token + at * 16 + TOKEN_ORDER[i], tile, scheduler) < tile.dropped
+
+    clear_tokens(values, slot, 0, is_gone, t, group)
+
+
+@cute.jit
+def clear_tokens(
+    values: cute.Tensor,
+    slot: Int32,
+    first: cutlass.Constexpr,
+    is_gone: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+):
+    """Zero the tokens that are gone, in groups of 16 from the first on.
+
+    A thread has a row, tokens are its bytes.
+    """
+    for at in cutlass.range(first, KV_BLOCK // 16, unroll=1):
         place = cute.local_tile(values[(None, None, slot)], (1, 16), (t, at))
         kept = cute.make_rmem_tensor(16, values.element_type)
         cute.autovec_copy(cute.group_modes(place, 0, 2), kept)
         numbers = cute.recast_tensor(kept, cutlass.Uint8)
         for i in cutlass.range_constexpr(16):
-            if place_of(token + at * 16 + TOKEN_ORDER[i], tile, scheduler) < tile.dropped:
+            if is_gone(at, i):
                 numbers[i] = cutlass.Uint8(0)
         cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
     fence_and_sync_warpgroup(warpgroup_barrier(group))

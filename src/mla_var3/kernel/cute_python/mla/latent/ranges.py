@@ -504,11 +504,8 @@ def aligned_range(
     if place % 2 == 1:
         end, end_block = begin + 1, Int32(0)
     if begin < 0:  # behind the last item
-        begin, end, end_block = (
-            batch.requests * batch.visits,
-            batch.requests * batch.visits,
-            Int32(0),
-        )
+        begin = end = batch.requests * batch.visits
+        end_block = Int32(0)
     return begin, begin_block, end, end_block
 
 
