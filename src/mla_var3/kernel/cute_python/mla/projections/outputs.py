@@ -19,7 +19,7 @@ memory bound: it reads o_latent once, twice at v=256, and w_uv once per CTA.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -113,14 +113,13 @@ class Share:
         return (self.rows + COMBINE_ROWS - 1) // COMBINE_ROWS
 
 
-@dataclass(frozen=True)
-class Merge:
-    """What the merge reads beside the projected rows, and where the LSE goes."""
+class Merge(NamedTuple):
+    """What the merge reads beside the projected rows, and where the LSE goes; None without one."""
 
-    lse_latent: Any
-    lse_new: Any
-    lse: Any
-    o_new: Any
+    lse_latent: cute.Tensor | None
+    lse_new: cute.Tensor | None
+    lse: cute.Tensor | None
+    o_new: cute.Pointer | None
 
 
 @dataclass
@@ -235,17 +234,15 @@ class DecompressCombineSm90:
             w: cute.struct.Align[cute.struct.MemRange[dtype, k * columns], 1024]
 
         self.Shared = Shared
-        lse_tensors: Any = (None, None, None)
+        merge = Merge(None, None, None, None)
         if const_expr(o_new is not None):
-            line = cute.make_layout(rows * heads)
-            given = (lse_latent, lse_new, lse)
-            lse_tensors = tuple(cute.make_tensor(each, line) for each in given)
+            line, given = cute.make_layout(rows * heads), (lse_latent, lse_new, lse)
+            merge = Merge(*(cute.make_tensor(each, line) for each in given), o_new)
         self.decompress_combine(
             mma,
             copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
             copies_of(cute.make_tensor(w_uv, weights), w_swizzle, (TILE, columns)),
-            *lse_tensors,
-            o_new,
+            merge,
             o,
             rows,
             heads,
@@ -266,10 +263,7 @@ class DecompressCombineSm90:
         mma: cute.TiledMma,
         x: TmaTensor,
         w: TmaTensor,
-        lse_latent: cute.Tensor | None,
-        lse_new: cute.Tensor | None,
-        lse: cute.Tensor | None,
-        o_new: cute.Pointer | None,
+        merge: Merge,
         o: cute.Pointer,
         rows: Int32,
         heads: Int32,
@@ -297,9 +291,6 @@ class DecompressCombineSm90:
                 self.produce(x, w, s_x, s_w, barriers, share)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            merge = None
-            if const_expr(o_new is not None):
-                merge = Merge(lse_latent, lse_new, lse, o_new)
             self.compute(mma, s_x, s_w, barriers, merge, o, share)
 
     @cute.jit
@@ -382,7 +373,7 @@ class DecompressCombineSm90:
                 row = first + 8 * r
                 if row < share.rows:
                     at = Int64(row) * share.heads + share.head
-                    if const_expr(merge is None):
+                    if const_expr(merge.o_new is None):
                         place = at * self.v + share.column_part * self.columns
                         store_row(projected[r, None], self.columns, o, place, lane, self.dtype)
                     else:
