@@ -100,6 +100,7 @@ def exchanged_type(few: int) -> Any:
     return Float32 if few > 0 else Float16
 
 
+@dataclass(eq=False, repr=False)
 class FlashMLASm90(ClusterHost):
     """Host and device code for one element type and pair of widths.
 
@@ -118,28 +119,18 @@ class FlashMLASm90(ClusterHost):
     See `ClusterHost` for `clusters`.
     """
 
-    def __init__(
-        self,
-        dtype,
-        few=0,
-        strict=False,
-        empty_positive=False,
-        early=False,
-        head_box=0,
-        widths=LatentWidths(),
-        overlap="",
-        clusters=None,
-    ):
-        self.widths = widths
-        self.overlap = overlap
-        self.clusters = clusters
-        self.early = early
-        self.head_box = head_box
-        self.dtype = dtype
-        self.few = few
-        self.q_rows = few if few > 0 else ROWS
-        self.strict = strict
-        self.empty_positive = empty_positive
+    dtype: Any
+    few: int = 0
+    strict: bool = False
+    empty_positive: bool = False
+    early: bool = False
+    head_box: int = 0
+    widths: LatentWidths = LatentWidths()
+    overlap: str = ""
+    clusters: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.q_rows = self.few if self.few > 0 else ROWS
 
     @property
     def tries_merge(self) -> bool:

@@ -172,6 +172,7 @@ def columns_for(rows: int, heads: int, sm_count: int, v: int = HEAD) -> int:
     )
 
 
+@dataclass(eq=False, repr=False)
 class DecompressCombineSm90:
     """Host and device code for one element type, the widths k and v, and `columns` of a CTA.
 
@@ -180,15 +181,16 @@ class DecompressCombineSm90:
     kernel in front must have waited for those before it, or have been launched without overlap.
     """
 
-    def __init__(self, dtype, early=False, columns=HEAD, k=LATENT, v=HEAD):
-        self.dtype = dtype
-        self.early = early
-        self.columns = columns
-        self.k = k
-        self.v = v
-        self.steps = k // TILE
+    dtype: Any
+    early: bool = False
+    columns: int = HEAD
+    k: int = LATENT
+    v: int = HEAD
+
+    def __post_init__(self):
+        self.steps = self.k // TILE
         # Beside less of w_uv a whole tile fits.
-        self.stages = STAGES if k * columns == LATENT * HEAD else self.steps
+        self.stages = STAGES if self.k * self.columns == LATENT * HEAD else self.steps
 
     @cute.jit
     def __call__(
