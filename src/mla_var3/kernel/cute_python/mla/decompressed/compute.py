@@ -83,9 +83,6 @@ class Consumer:
 
     Attributes:
         shared: keys, values (columns first), rope keys and scales of all stages.
-        queries: what they read from global memory.
-        outputs: what they write.
-        dtype: of queries and output; constant.
         fp8: whether keys and values have 8 bits; constant.
         partials: whether the outputs are partials, in float32; constant.
     """
@@ -128,8 +125,6 @@ class Softmax:
     """Registers of a thread's softmax over its two rows.
 
     Attributes:
-        s: scores, replaced by probabilities.
-        rope: accumulator of the rope part of the scores, where it is apart (8 bits).
         exponents: those of the value scales (8 bits).
         q_scale: scales of the query rows; 1 in 16 bits.
         limits: the first token that a row does not see.

@@ -256,7 +256,6 @@ def load_queries_fp8(
 
     Args:
         target, rope_target: [columns, 128] in e4m3, [columns, 64] in 16 bits.
-        scales: one per row, written.
         start: the first row in memory; the next ones are `heads` behind.
     """
     queries, scheduler, dtype = consumer.queries, consumer.scheduler, consumer.dtype
@@ -373,7 +372,6 @@ def compute_weights(
 
     Args:
         words: where the weights go, four to a word.
-        slot: where the block's head is in shared memory.
         lowest: the first token that some row does not see.
         first: whether there is no earlier block.
         values_empty: barrier that releases the values of the block before, whose product is still

@@ -81,7 +81,6 @@ def scale_scores(
 
     Args:
         s: q8 k8 of this thread's two rows, replaced by scores.
-        exponents: of this thread's columns, written.
     """
     for j in cutlass.range_constexpr(KV_BLOCK // 8):
         four = cute.make_rmem_tensor(4, Float32)
@@ -105,7 +104,6 @@ def softmax_by_row(
     """Scores to weights with the scales of the values in them, relative to a running maximum.
 
     Args:
-        exponents: of the value scales of this thread's columns.
         top: running maximum per row, scales included, updated.
     """
     for r in cutlass.range_constexpr(2):

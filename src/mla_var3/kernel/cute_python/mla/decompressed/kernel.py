@@ -84,10 +84,7 @@ class DecompressedArguments(NamedTuple):
     Attributes:
         q_nope, q_rope, keys, values, k_rope, scales, lengths, starts: what the kernel reads; rope
             parts unless p is 0, scales with 8 bits, starts of a ring.
-        o, lse: what it writes.
-        o_partial, lse_partial: its partials, where requests are split.
         kept: tokens of a request that are decompressed.
-        causal: 1 when a query sees no later token.
     """
 
     q_nope: Operand

@@ -62,7 +62,6 @@ class Scheduler:
         starts: in a ring the oldest position that it holds, per request; None when the slots are
             in order.
         alone: whether no other kernel attends to the tokens before a ring; constant.
-        kv_block: tokens of a KV block; constant.
     """
 
     lengths: Any

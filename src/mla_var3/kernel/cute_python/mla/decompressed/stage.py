@@ -186,14 +186,8 @@ def _arguments(
     """The arguments of a launch.
 
     Args:
-        operands: what it reads.
         o: output, contiguous like the queries.
-        lse: its LSE.
-        shape: how the work may be divided.
-        tiling: how it is.
-        sms: SMs to use.
         strides: of keys, values and rope keys, from a token to a head to a request.
-        requests: requests of the batch.
         numbers: the other sizes, by name.
     """
     splits, rope = shape.splits(tiling, sms), operands.k_rope.shape[-1] > 0
@@ -290,7 +284,6 @@ def decompressed_stage(
         plan: the plan that it belongs to, whose `decompressed_shape` is `shape`.
         kept: tokens of a request that are decompressed, or those of the prefix.
         share: SMs that it gets when the tiling names none.
-        cost_fn: its FLOPs and bytes.
         shared: whether the tokens are a prefix of all requests.
         alone: whether no other kernel attends to the tokens before a ring.
     """

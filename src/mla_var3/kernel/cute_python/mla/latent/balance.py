@@ -89,7 +89,6 @@ def most_sum(splits, items, visits, longest, total, group_count):
     Args:
         splits: 1 where items would be split otherwise, 0 where groups would take turns.
         items: items of all requests, also those that find no query tile.
-        longest: most KV blocks of any item.
     """
     shared = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
     in_turns = (ranges.turns_length(longest, items, group_count) - SORT_WORTH) * group_count
@@ -102,7 +101,6 @@ def filled_sum(splits, visits, group_ctas, longest, longest_whole, total, group_
     With their merge; `longest` where nothing may be split, or no KV blocks would be shared.
 
     Args:
-        splits, visits, total, group_count: as for `most_sum`.
         longest: longest sum of a group that takes whole items only.
         longest_whole: the same without the last turn, which not all groups have.
     """
@@ -122,7 +120,6 @@ def worth_sorting(splits, requests, visits, present, longest, total, group_count
     Equal items are never sorted in vain.
 
     Args:
-        splits, visits, longest, total, group_count: as for `most_sum`.
         present: items that find a query tile.
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)

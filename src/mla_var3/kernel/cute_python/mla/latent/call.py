@@ -191,12 +191,7 @@ def call_program(
     like: Tensor,
     **constants: Any,
 ) -> CuteProgram:
-    """The program of a call, compiled for its dtype and for which of its arguments are present.
-
-    Args:
-        host_class: the host code, constructed with an element type and the constants.
-        like: a tensor of the call's dtype and device.
-    """
+    """The program of a call, compiled for its dtype and for which of its arguments are present."""
     present = tuple(argument is not None for argument in arguments)
     key = (kernel_fn, host_class, like.dtype, present, *constants.items(), like.device.index)
     program: CuteProgram | None = _programs.get(key)

@@ -116,19 +116,13 @@ class LatentSizes(NamedTuple):
     """Numbers of one call of the latent kernel. Strides are in elements.
 
     Attributes:
-        scale_log2e: softmax scale times log2(e).
-        requests: b.
         queries: queries per request, the most of any where they differ.
-        heads: h.
-        total_rows: rows of `q_latent` and `lse`.
         q_latent_stride, q_rope_stride: between heads, and between all query rows unless the
             program has a `head_box`.
         q_latent_token_stride, q_rope_token_stride: between query tokens.
         pages, page_tokens: the first two dimensions of the cache, b and t for a dense one.
         max_tokens: slots of a request. Longer lengths are cut to it, so that no wrong length on the
             device makes the kernel read outside of the block table.
-        latent_page_stride, latent_stride, rope_page_stride, rope_stride: of the cache.
-        block_table_stride: between requests.
         tree_stride, tree_row_stride: between requests and between queries.
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.

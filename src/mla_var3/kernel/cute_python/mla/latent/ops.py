@@ -55,7 +55,6 @@ class IndexTensors(NamedTuple):
     """What the scheduler and the producer read, in the order of the kernels' arguments.
 
     Attributes:
-        table: block table, or None.
         total_lengths, query_begins, tree: see `scheduler.Scheduler`; None where not given.
         schedule: `[CTAs, RANGE_WORDS]`, see `schedule.py`; None for ranges that CTAs find.
     """

@@ -72,8 +72,6 @@ class BlockPart:
 
     Attributes:
         half: which half of its latent columns: 0 is the left one.
-        has_rope: whether the rope part is loaded as well.
-        full, empty: their mbarriers.
     """
 
     widths: LatentWidths
@@ -156,7 +154,6 @@ class Sources:
     Attributes:
         q, q_rope: query rows and their rope part; with a `head_box`, heads of query tokens. No
             rope part where p is 0.
-        latent, rope: the cache, as pages.
     """
 
     q: TmaTensor
@@ -177,7 +174,6 @@ class SharedTiles:
     Attributes:
         q: the query tile, of `q_rows` rows.
         even, odd: a pair of KV blocks, of 64 rows each.
-        widths: widths of the rows.
         q_rows: 64, or the fewer rows that requests have.
     """
 

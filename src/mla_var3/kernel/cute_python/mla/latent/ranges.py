@@ -121,9 +121,6 @@ def takes_turns(longest, items, group_count, total):
     """Whether groups take whole items in turns: splitting would cost more than it saves.
 
     Plain arithmetic, for Python integers and for device values.
-
-    Args:
-        longest: most KV blocks of any item.
     """
     return (turns_length(longest, items, group_count) - MERGE_COST) * group_count <= total
 
@@ -198,7 +195,6 @@ class PackedQueries:
     Attributes:
         begins: first query of each request, and of the one behind the last.
         queries: most queries of a request.
-        total_queries, heads: sizes.
         group_rows: query rows of a visit.
     """
 
@@ -371,7 +367,6 @@ def divided_range(
     Args:
         batch, whole_items, group_ctas, group, group_count: as for `work_range`.
         chunks: chunks of 32 requests.
-        blocks, count: `lane_items` of the first chunk.
 
     Returns:
         The first fields of `WorkRange`, without the length of the line.

@@ -77,7 +77,6 @@ class Scheduler:
     """What decides the work tiles of a CTA.
 
     Attributes:
-        range: the items of its CTA group.
         total_lengths: tokens per request over all shards; None where the cache is no shard.
         query_begins: first query of each request and of the one behind the last; None when all
             requests have `queries` of them.
@@ -85,7 +84,6 @@ class Scheduler:
             order of the tokens alone decides.
         queries, total_queries, heads, max_tokens, group_ctas, visits, newest, causal, shards,
             shard: sizes, as in the kernel's contract.
-        window: the newest tokens that a query sees; None for all.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
         taken: the group's items in shared memory where they may be balanced, see `balance.py`.
         first: the CTA's first work tile where a schedule has it.

@@ -47,12 +47,7 @@ from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 
 class WholeCall:
-    """Host code that launches the attention between its projections.
-
-    Attributes:
-        attention: host class of the latent kernel.
-        constants: what it is constructed with, see `LatentProgram`.
-    """
+    """Host code that launches the attention between its projections."""
 
     def __init__(self, element, attention, k=LATENT, d=HEAD, v=HEAD, **constants):
         self.element = element
@@ -126,9 +121,6 @@ def attend(
     """Attention with its projections; safe in a CUDA graph.
 
     `operands.q_latent` and `operands.o_latent` are workspace here.
-
-    Args:
-        projections: tensors of the projections that `serves` accepts.
 
     Returns:
         The same launch for other tensors; None where a tensor was copied first.

@@ -426,8 +426,6 @@ def combine_stage(
     """The stage that up-projects the latent part and merges the other one, if there is one.
 
     Args:
-        plan: the plan that it belongs to.
-        tiling: its tiling.
         latent: o_latent [b, s, h, 512] and its LSE, both contiguous.
         new: o_new [b, s, h, 128] and its LSE, likewise; None to up-project only.
         w_uv: [h, 512, 128], contiguous.
