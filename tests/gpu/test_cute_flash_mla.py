@@ -216,29 +216,18 @@ def test_shape(case: Case) -> None:
 
 def test_the_cases_are_many_and_varied() -> None:
     """Needs no GPU."""
-    assert len(CASES) >= 80
-    assert len(set(CASES)) == len(CASES)
-    for name, smallest, largest in (("b", 1, 128), ("s", 1, 200), ("t", 1, 20000)):
-        values = [getattr(case, name) for case in CASES]
-        assert (min(values), max(values)) == (smallest, largest)
-    assert {case.h for case in CASES} == {1, 8, 16, 24, 32, 64, 128}
-    kinds = {(case.dtype, case.causal, bool(case.page)) for case in CASES}
-    assert len(kinds) == 8
-    assert {case.page for case in CASES} == {0, 64, 128, 192}
+    assert len(set(CASES)) == len(CASES) >= 80
+    assert len({(case.dtype, case.causal, bool(case.page)) for case in CASES}) == 8
     assert len({(case.pattern, case.causal) for case in CASES}) == 8
-    lengths = {length for case in CASES for length in case.lengths or ()}
-    assert {0, 1} <= lengths
+    assert {0, 1} <= {length for case in CASES for length in case.lengths or ()}
     plans = [(case, case.plan()) for case in CASES]
     counts = [partial_count(plan.problem().kv_lengths, case.shape(plan)) for case, plan in plans]
     assert sum(count > 0 for count in counts) >= 20
     assert sum(count == 0 for count in counts) >= 20
-    for case in HALVES:
-        plan = case.plan()
-        assert in_halves(plan.problem().kv_lengths, case.shape(plan)), case
-    for case in BALANCED + FILLED:
+    for case in HALVES + BALANCED + FILLED:
         plan = case.plan()
         lengths, shape = plan.problem().kv_lengths, case.shape(plan)
-        assert balanced_items(lengths, shape), case
+        assert in_halves(lengths, shape) if case in HALVES else balanced_items(lengths, shape), case
         assert (partial_count(lengths, shape) > 0) == (case in FILLED), case
 
 

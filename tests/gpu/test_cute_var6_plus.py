@@ -233,11 +233,7 @@ def test_a_small_query_beside_a_large_rope_part(dtype: str) -> None:
 
 def test_the_cases_are_many_and_varied() -> None:
     """Needs no GPU."""
-    assert len(MIX_CASES) >= 60
-    assert len(set(MIX_CASES)) == len(MIX_CASES)
-    assert {case.new for case in MIX_CASES} >= set(NEW)
-    assert {case.s for case in MIX_CASES} >= set(QUERIES)
-    assert {case.h for case in MIX_CASES} == {1, 3, 8, 16, 128}
+    assert len(set(MIX_CASES)) == len(MIX_CASES) >= 60
     assert len({(case.dtype, case.causal) for case in MIX_CASES}) == 4
     lengths = [(length, case.s) for case in MIX_CASES for length in case.lengths]
     assert any(length == 0 for length, _ in lengths)
