@@ -1,6 +1,7 @@
 """flash_mla in CuTe DSL without a GPU: its keys, plans, pages and errors."""
 
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,19 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFl
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LATENT_FIELDS,
+    LatentOperands,
+    Partials,
+    groups_of,
+)
 from mla_var3.kernel.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.stage import constraint_failures
+
+from .noted_calls import named
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 200, "h": 64, "seed": 0}
 
@@ -71,8 +79,7 @@ def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan():
         attention = kernel_of(plan)
         assert attention.args_fn is not None
         args = attention.args_fn(attention.tiling)
-        names = ("o_partial", "lse_partial", "merges")
-        o_partial, lse_partial, merges = (args[place] for place in parameter_places(*names))
+        o_partial, lse_partial, merges = groups_of(args, LatentOperands, Partials)[1]
         chosen = [FlashMLATiling(group_ctas=plan.row_tiles), FlashMLATiling(group_ctas=1, sms=1)]
         for tiling in (*attention.autotune_configs, *chosen):
             assert constraint_failures(tiling, plan) == ()
@@ -82,25 +89,16 @@ def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan():
             assert merge_rows(shape.ctas) <= merges.shape[0]
 
 
-class Recorded:
-    """Stands in for a prepared launch; remembers the arguments."""
-
-    launched: ClassVar[list[tuple[Any, ...]]] = []
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-
-    def launch(self) -> None:
-        self.launched.append(self.args)
-
-
 def test_another_tiling_has_its_own_cta_groups(monkeypatch):
     """Prepared arguments hold the CTA groups; those of another tiling would find other partials."""
-    monkeypatch.setattr(
-        CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
-    )
+    launched: list[tuple[Any, ...]] = []
+
+    def bind(kernel: CuteKernel, tiling: Any) -> Any:
+        args = tuple(kernel.args_fn(tiling))
+        return SimpleNamespace(launch=lambda: launched.append(args))
+
+    monkeypatch.setattr(CuteKernel, "_bind", bind)
     monkeypatch.setattr(CuteKernel, "device_type", "cuda")
-    monkeypatch.setattr(Recorded, "launched", [])
     plan = make(s=8)
     attention = kernel_of(plan)
     seen = []
@@ -108,7 +106,7 @@ def test_another_tiling_has_its_own_cta_groups(monkeypatch):
         attention.tiling = FlashMLATiling(group_ctas=group_ctas)
         attention.launch()
         seen.append(plan.groups(attention.tiling))
-        assert Recorded.launched[-1][-4:] == tuple(vars(seen[-1]).values())
+        assert launched[-1][-4:] == tuple(vars(seen[-1]).values())
     assert len(set(seen)) == 3
 
 
@@ -144,16 +142,8 @@ def test_a_cache_that_is_a_view_of_a_larger_one_is_taken():
     plan = make(h=2)
     q_latent, q_rope, c_kv, k_rope, lengths = plan.prepare_inputs("cpu")
     attention = next(iter(plan.plan(q_latent, q_rope, padded(c_kv, 1), k_rope, lengths).kernels()))
-    args = attention.args_fn(plan.tiling)
-    assert tuple(
-        getattr(args[i], "value", args[i])
-        for i in parameter_places("latent_page_stride", "latent_stride")
-    ) == (201 * 512, 512)
-
-
-def parameter_places(*names: str) -> list[int]:
-    """Places of arguments in the call of the host entry."""
-    return [LATENT_FIELDS.index(name) for name in names]
+    given = named(LATENT_FIELDS, attention.args_fn(plan.tiling))
+    assert (given["latent_page_stride"].value, given["latent_stride"]) == (201 * 512, 512)
 
 
 @pytest.mark.parametrize(("page", "t"), [(64, 1), (64, 385), (192, 200)])
