@@ -197,6 +197,20 @@ def test_equal_lengths_that_divide_evenly_are_not_split(t, requests, groups):
     assert partial_count([t] * requests, shape) == 0
 
 
+@pytest.mark.parametrize("blocks", [16, 33, 64, 65, 66, 1000])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_equal_items_are_split_evenly(blocks, tiles):
+    """16 requests on 132 SMs: as short as by eight CTA groups each, or by four of two CTAs."""
+    shape = GroupShape(tiles, 1, 132 // tiles)
+    found = spans([blocks * KV_BLOCK] * 16, shape)
+    assert max(len(group) for group in found) == 1
+    parts = [span for group in found for span in group]
+    step = split_step(tiles, 1)
+    most = max(span.last - span.first for span in parts)
+    least = -(-blocks // (shape.group_count // 16 * step)) * step
+    assert least <= most <= least + least // 50
+
+
 def test_ranges_of_different_lengths_have_one_item_each():
     """16 requests, 132 CTAs: none has parts of two requests, and none more than six blocks."""
     blocks = [38, 53, 59, 45, 41, 38, 54, 48, 50, 36, 51, 50, 51, 64, 37, 33]
