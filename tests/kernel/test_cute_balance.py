@@ -31,13 +31,6 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     ragged_tiles,
 )
 from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    ITEM_COST,
-    Batch,
-    PackedQueries,
-    WorkRange,
-    takes_turns,
-)
 from mla_var3.kernel.cute_python.mla.latent.records import TABLE_WORDS, Total
 
 from .compile_once import as_written
@@ -112,7 +105,7 @@ def test_items_that_are_left_make_up_for_what_sums_lack(heads, requests, t, quer
         assert borders[::2] == borders[1::2], item
     partials = sum(len(parts) for parts in pieces.values() if len(parts) > 1)
     assert 0 < partials < 2 * 66
-    sums = [sum(last - first + ITEM_COST for _, first, last in own) for own in found]
+    sums = [sum(last - first + ranges.ITEM_COST for _, first, last in own) for own in found]
     assert max(sums) <= sum(sums) / 66 + 6  # a step of the splits, and the cost of a piece
 
 
@@ -140,8 +133,8 @@ def test_equal_items_are_not_even_sorted(t):
     assert balanced_items([t] * 100, shape) is None
     assert (partial_count([t] * 100, shape) > 0) == (t == 4096)  # 1024 tokens are taken in turns
     blocks = t // KV_BLOCK
-    total = 100 * (blocks + ITEM_COST)
-    splits = int(not takes_turns(blocks, 100, 66, total))
+    total = 100 * (blocks + ranges.ITEM_COST)
+    splits = int(not ranges.takes_turns(blocks, 100, 66, total))
     most = balance.most_sum(splits, 100, 1, blocks, total, 66)
     assert not balance.worth_sorting(splits, 100, 1, 100, blocks, total, 66, most)
 
@@ -229,16 +222,18 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     shape, packed = GroupShape(ctas, visits, groups), None
     if seed % 2:
         begins = [Number(begin) for begin in itertools.accumulate(counts, initial=0)]
-        packed = PackedQueries(begins, visits, begins[-1], 64 * ctas, ROWS * ctas)
+        packed = ranges.PackedQueries(begins, visits, begins[-1], 64 * ctas, ROWS * ctas)
     else:
         counts = [visits] * requests
     kept = [-(-n // KV_BLOCK) for n, c in zip(lengths, counts, strict=True) for _ in range(c)]
-    total = sum(n + ITEM_COST for n in kept)
-    splits = not takes_turns(max(kept), requests * visits, groups, total)
-    own = WorkRange(
+    total = sum(n + ranges.ITEM_COST for n in kept)
+    splits = not ranges.takes_turns(max(kept), requests * visits, groups, total)
+    own = ranges.WorkRange(
         0, 0, 1, 1, 1, total, groups, splits=splits, present=Number(len(kept)), longest=max(kept)
     )
-    batch = Batch(lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed)
+    batch = ranges.Batch(
+        lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed
+    )
     wanted = balanced_items(lengths, shape, counts)
     groups_of = Counter(item for items in wanted or [] for item, _, _ in items)
     run = as_written(balance.balance)

@@ -33,12 +33,6 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     ragged_tiles,
     range_begins,
 )
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    Batch,
-    PackedQueries,
-    SlidingWindow,
-    WorkRange,
-)
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
 from .compile_once import as_written
@@ -74,7 +68,7 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scheduler_of(
-    own: WorkRange,
+    own: ranges.WorkRange,
     lengths: list[int],
     begins: list[int] | None,
     queries: int,
@@ -133,16 +127,18 @@ def test_a_row_sees_its_window_once(data):
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 9)))
     total_lengths = totals if shards > 1 or draw(st.booleans()) else None
-    sliding = SlidingWindow(window, queries, total_lengths, shards, shard)
-    batch = Batch(lengths, len(counts), shape.visits, 0, 2048, sliding)
+    sliding = ranges.SlidingWindow(window, queries, total_lengths, shards, shard)
+    batch = ranges.Batch(lengths, len(counts), shape.visits, 0, 2048, sliding)
     blocks = [ranges.kv_blocks(batch, r) for r in range(len(counts))]
-    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     halves, behind = draw(st.booleans()), len(counts) * shape.visits
     borders = range_begins([count * KV_BLOCK for count in blocks], shape, items)
-    parts = [WorkRange(*begin, *end, 1, 0, 1) for begin, end in itertools.pairwise(borders)]
+    parts = [ranges.WorkRange(*begin, *end, 1, 0, 1) for begin, end in itertools.pairwise(borders)]
     if halves:  # two groups share every item
-        parts = [WorkRange(g // 2, 0, behind, 0, behind, 0, 1, True) for g in range(2 * behind)]
+        parts = [
+            ranges.WorkRange(g // 2, 0, behind, 0, behind, 0, 1, True) for g in range(2 * behind)
+        ]
     seen: dict[tuple[int, int], int] = {}
     for group, part in enumerate(parts):
         for rank in range(ctas):
@@ -181,7 +177,7 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
     counts, visits = [1, 0, 4, 0, 0, 2, 0], 2000
     begins, heads = list(itertools.accumulate(counts, initial=0)), 128
     lengths = [640] * len(counts)
-    packed = PackedQueries(begins, 4, begins[-1], heads, 2 * ROWS)
+    packed = ranges.PackedQueries(begins, 4, begins[-1], heads, 2 * ROWS)
     assert [ranges.item_count(r, visits, packed) for r in range(len(counts))] == counts
     found, reads = [], []
 
@@ -191,7 +187,7 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
             return super().__getitem__(index)
 
     for begin in range(step):
-        own = WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1)
+        own = ranges.WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1)
         shape = GroupShape(2, visits, 1)
         scheduler = scheduler_of(own, lengths, Begins(begins), 4, heads, shape, rank=1)
         found += [(tile.item // visits, tile.row) for tile in tiles_of(scheduler)]
@@ -223,7 +219,7 @@ def test_balanced_items_have_all_work_tiles(group_ctas, t, splits):
             listed[i] = Number((request << balance.VISIT_BITS) + visit)
             if last < -(-lengths[request] // KV_BLOCK):
                 ends = i, last
-        own_range = WorkRange(0, own[0][1], *ends, 1, 0, 1, balanced=True)
+        own_range = ranges.WorkRange(0, own[0][1], *ends, 1, 0, 1, balanced=True)
         for rank in range(group_ctas):
             scheduler = scheduler_of(
                 own_range, lengths, begins, queries, heads, shape, group, rank, causal=0,
@@ -282,11 +278,11 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     tiles = -(-queries * heads // ROWS)
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 40)))
-    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
         for rank in range(ctas):
-            own = WorkRange(*begin, *end, 1, 0, 1)
+            own = ranges.WorkRange(*begin, *end, 1, 0, 1)
             scheduler = scheduler_of(
                 own, lengths, begins, queries, heads, shape, group, rank, causal=int(causal)
             )
@@ -349,7 +345,7 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
         for group, ((begin, end), (halves, splits, balances)) in enumerate(
             zip(borders, flags, strict=True)
         ):
-            own = WorkRange(
+            own = ranges.WorkRange(
                 *begin, *end, 1, draw(st.integers(0, 2**31 - 1)), 7, halves, splits,
                 balanced=balances,
             )  # fmt: skip
@@ -371,6 +367,6 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
 def test_small_launches_leave_l2_first(group_ctas, visits, total, first, monkeypatch):
     """Not those whose KV blocks several CTAs read, or many."""
     monkeypatch.setattr(producer, "Int64", int)
-    own, shape = WorkRange(0, 0, 0, 0, 1, total, 1), GroupShape(group_ctas, visits, 1)
+    own, shape = ranges.WorkRange(0, 0, 0, 0, 1, total, 1), GroupShape(group_ctas, visits, 1)
     policy = as_written(producer.kv_policy)(scheduler_of(own, [], None, 1, 16, shape))
     assert policy == (EVICT_FIRST if first else EVICT_NORMAL)
