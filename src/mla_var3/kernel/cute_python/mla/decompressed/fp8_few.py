@@ -115,14 +115,21 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RowState:
-    """Registers of a thread, per query row.
+    """Where a thread is, and its registers, per query row.
 
     Attributes:
+        t, group: its number in the warpgroup, and the warpgroup.
+        columns: query rows on the N side; constant.
+        warp_rows: [columns, warp] numbers that warps exchange.
         s: products of e4m3 numbers, replaced by exponents of weights.
         factors: from scores to exponents.
         bases: WEIGHT_BITS less the running maximum.
     """
 
+    t: Any
+    group: Any
+    columns: int
+    warp_rows: Any
     s: Any
     rope: Any
     o: Any
@@ -163,7 +170,7 @@ def compute_few_fp8(
     factors = cute.make_rmem_tensor(own, Float32)
     bases = cute.make_rmem_tensor(own, Float32)
     state = RowState(
-        scores_by_row(acc_s, columns), scores_by_row(acc_r, columns),
+        t, group, columns, warp_rows, scores_by_row(acc_s, columns), scores_by_row(acc_r, columns),
         by_row(acc_o, columns, HEAD // 64), sums, factors, bases,
     )  # fmt: skip
     words = cute.make_tensor(
@@ -175,7 +182,7 @@ def compute_few_fp8(
     for index in cutlass.range(consumer.cta, scheduler.work_tiles, consumer.ctas, unroll=1):
         tile = work_tile_at(index, scheduler)
         head, first_row, start = warpgroup_rows(tile, group, scheduler)
-        load_queries_fp8(s_q, s_qr, q_scales, consumer, start, head, first_row, t, group, columns)
+        load_queries_fp8(s_q, s_qr, q_scales, consumer, state, start, head, first_row)
         acc_o.fill(0.0)
         sums.fill(0.0)
         bases.fill(WEIGHT_BITS)
@@ -197,8 +204,8 @@ def compute_few_fp8(
         multiply_keys((qk_mma, rope_mma), (acc_s, acc_r), (f_k, f_r), (f_q, f_qr), slot, stage)
         warpgroup.wait_group(0)
         compute_weights(
-            state, words[(None, turn)], warp_rows, shared.scales, pipeline.keys_empty(stage), slot,
-            token, lowest, tile, first_row, scheduler, t, group, columns, Boolean(True),
+            state, words[(None, turn)], consumer, stage, slot, token, lowest, tile, first_row,
+            Boolean(True),
         )  # fmt: skip
         for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
             token = block * KV_BLOCK
@@ -219,9 +226,8 @@ def compute_few_fp8(
             turn ^= 1
             warpgroup.wait_group(1)
             compute_weights(
-                state, words[(None, turn)], warp_rows, shared.scales, pipeline.keys_empty(stage),
-                slot, token, lowest, tile, first_row, scheduler, t, group, columns, Boolean(False),
-                pipeline.values_empty(v_stage),
+                state, words[(None, turn)], consumer, stage, slot, token, lowest, tile, first_row,
+                Boolean(False), v_stage,
             )  # fmt: skip
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
         if const_expr(scheduler.ring):
@@ -236,7 +242,7 @@ def compute_few_fp8(
         stage, phase = pipeline.after(stage, phase)
         if const_expr(consumer.partials):
             start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
-        finish_fp8(state, warp_rows, consumer, start, head, first_row, t, group, columns, tile)
+        finish_fp8(state, consumer, start, head, first_row, tile)
 
 
 @cute.jit
@@ -245,12 +251,10 @@ def load_queries_fp8(
     rope_target: cute.Tensor,
     scales: cute.Tensor,
     consumer: cutlass.Constexpr,
+    state: cutlass.Constexpr,
     start: Int64,
     head: Int32,
     first_row: Int32,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
 ):
     """Query rows into shared memory as e4m3 numbers with a scale each; zeros for absent rows.
 
@@ -259,6 +263,7 @@ def load_queries_fp8(
         start: the first row in memory; the next ones are `heads` behind.
     """
     queries, scheduler, dtype = consumer.queries, consumer.scheduler, consumer.dtype
+    t, columns = state.t, state.columns
     quarter = t % ROW_THREADS
     nope = cute.make_rmem_tensor(HEAD // ROW_THREADS, dtype)
     rope = cute.make_rmem_tensor(ROPE // ROW_THREADS, dtype)
@@ -285,7 +290,7 @@ def load_queries_fp8(
                 )
                 place = cute.local_tile(rope_target, (1, 8), (row, quarter * 2 + i))
                 cute.autovec_copy(cute.local_tile(rope, (8,), (i,)), cute.group_modes(place, 0, 2))
-    fence_and_sync_warpgroup(warpgroup_barrier(group))
+    fence_and_sync_warpgroup(warpgroup_barrier(state.group))
 
 
 @cute.jit
@@ -353,20 +358,15 @@ def add_weighted(
 def compute_weights(
     state: cutlass.Constexpr,
     words: cute.Tensor,
-    warp_rows: cute.Tensor,
-    scales: cute.Tensor,
-    keys_empty: cute.Pointer,
+    consumer: cutlass.Constexpr,
+    stage: Int32,
     slot: Int32,
     token: Int32,
     lowest: Int32,
     tile: cutlass.Constexpr,
     first_row: Int32,
-    scheduler: cutlass.Constexpr,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
     first: Boolean,
-    values_empty: cutlass.Constexpr = None,
+    before: cutlass.Constexpr = None,
 ):
     """Products of a KV block to weights in shared memory.
 
@@ -374,11 +374,13 @@ def compute_weights(
         words: where the weights go, four to a word.
         lowest: the first token that some row does not see.
         first: whether there is no earlier block.
-        values_empty: barrier that releases the values of the block before, whose product is still
-            in flight.
+        before: stage of the block before, whose product with values is still in flight.
     """
+    keys_empty = consumer.pipeline.keys_empty(stage)
+    values_empty = None if before is None else consumer.pipeline.values_empty(before)
     s, sums, factors, bases = state.s, state.sums, state.factors, state.bases
-    rope = state.rope
+    rope, t, columns = state.rope, state.t, state.columns
+    scheduler, scales = consumer.scheduler, consumer.shared.scales
     lane = t % 32
     first_token = own_token(t)
     added = cute.make_rmem_tensor(sums.layout, Float32)
@@ -426,11 +428,11 @@ def compute_weights(
         release(values_empty, lane)
     store_weights(words, rounded, t, columns)
     cute.arch.fence_view_async_shared()
-    if any_in_warpgroup(first or highest > LARGEST_BITS, warpgroup_barrier(group)):
-        raise_bases(state, warp_rows, t, group, columns, first)
+    if any_in_warpgroup(first or highest > LARGEST_BITS, warpgroup_barrier(state.group)):
+        raise_bases(state, first)
         again = round_weights_fp8(s, added, inverses, columns)
         store_weights(words, again, t, columns)
-        fence_and_sync_warpgroup(warpgroup_barrier(group))
+        fence_and_sync_warpgroup(warpgroup_barrier(state.group))
     sums.store(sums.load() + added.load())
 
 
@@ -502,20 +504,13 @@ def word_place(t, columns):
 
 
 @cute.jit
-def raise_bases(
-    state: cutlass.Constexpr,
-    warp_rows: cute.Tensor,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
-    first: Boolean,
-):
+def raise_bases(state: cutlass.Constexpr, first: Boolean):
     """Raise the running maxima that have to rise, and rescale what depends on them."""
-    s, o, sums, bases = state.s, state.o, state.sums, state.bases
+    s, o, sums, bases, columns = state.s, state.o, state.sums, state.bases, state.columns
     tops = cute.make_rmem_tensor(sums.layout, Float32)
     for j, e in row_places(columns):
         tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
-    reduce_rows(tops, warp_rows, t, group, columns, cute.arch.fmax)
+    reduce_rows(tops, state, cute.arch.fmax)
     for j, e in row_places(columns):
         top = tops[e, j]
         rise = Float32(0.0)
@@ -531,25 +526,18 @@ def raise_bases(
 
 
 @cute.jit
-def reduce_rows(
-    numbers: cute.Tensor,
-    warp_rows: cute.Tensor,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
-    combine: cutlass.Constexpr,
-):
+def reduce_rows(numbers: cute.Tensor, state: cutlass.Constexpr, combine: cutlass.Constexpr):
     """Combine the numbers that a warpgroup's threads have of a row; every thread gets the result.
 
-    Args:
-        warp_rows: [columns, warp] for exchange; no warp may still be reading it.
+    No warp may still be reading `warp_rows`.
     """
+    t, columns, warp_rows = state.t, state.columns, state.warp_rows
     lane = t % 32
     for j, e in row_places(columns):
         combined = reduce_lanes(numbers[e, j], combine)
         if lane < 4:
             warp_rows[j * 8 + lane * 2 + e, t // 32] = combined
-    sync_warpgroup(warpgroup_barrier(group))
+    sync_warpgroup(warpgroup_barrier(state.group))
     for j, e in row_places(columns):
         row = own_row(j, e, lane)
         numbers[e, j] = reduce_warps(warp_rows, row, 0, WARPGROUP_WARPS, combine)
@@ -611,20 +599,16 @@ def clear_tokens(
 @cute.jit
 def finish_fp8(
     state: cutlass.Constexpr,
-    warp_rows: cute.Tensor,
     consumer: cutlass.Constexpr,
     start: Int64,
     head: Int32,
     first_row: Int32,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
     tile: cutlass.Constexpr,
 ):
     """Normalise by the row sums of all warps and write the rows that exist, as `finish` does."""
     out, lse, scheduler = consumer.outputs.o, consumer.outputs.lse, consumer.scheduler
-    o, sums, bases = state.o, state.sums, state.bases
-    reduce_rows(sums, warp_rows, t, group, columns, operator.add)
+    o, sums, bases, t, columns = state.o, state.sums, state.bases, state.t, state.columns
+    reduce_rows(sums, state, operator.add)
     for j, e in row_places(columns):
         row = own_row(j, e, t)
         total = sums[e, j]
