@@ -122,14 +122,20 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Registers of a thread's softmax over its two rows.
+    """Where a thread is, and the registers of its softmax over two rows.
 
     Attributes:
+        t, lane, group: its number in the warpgroup and in its warp, and the warpgroup.
+        row0: its first row in the warpgroup's; the other is 8 behind.
         exponents: those of the value scales (8 bits).
         q_scale: scales of the query rows; 1 in 16 bits.
         limits: the first token that a row does not see.
     """
 
+    t: Any
+    lane: Any
+    group: Any
+    row0: Any
     s: Any
     rope: Any
     exponents: Any
@@ -197,22 +203,22 @@ def compute(consumer: cutlass.Constexpr):
     q_scale.fill(1.0)
     exponents = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32)
     limits = cute.make_rmem_tensor(2, Int32)
-    state = Softmax(two_rows(acc_s, kv_block), acc_r, exponents, sums, top, scale, q_scale, limits)
+    state = Softmax(
+        t, lane, group, row0, two_rows(acc_s, kv_block), acc_r, exponents, sums, top, scale,
+        q_scale, limits,
+    )  # fmt: skip
     nope = ScoreProduct(qk_mma, acc_s, q, f_k)
     rope = ScoreProduct(rope_mma, acc_r, q_rope, f_r)
-    fresh = kv_block > KV_BLOCK
     stage = Int32(0)
     phase = Int32(0)
     # Queries and first scores of a work tile come while the results of the one before are written.
     index = consumer.cta
     tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
     own = rows_at(tile, group, row0, scheduler)
-    fetch_queries(q, q_rope, q_scale, consumer, own, row0, lane, group)
+    fetch_queries(q, q_rope, state, consumer, own)
     if index < scheduler.work_tiles:
-        start_scores(
-            nope, rope, shared.scales, pipeline, stage, phase, stage_head,
-            tile.tokens - tile.first * kv_block, t, group, fp8, fresh,
-        )  # fmt: skip
+        valid = tile.tokens - tile.first * kv_block
+        start_scores(nope, rope, state, consumer, stage, phase, stage_head, valid)
         warpgroup.wait_group(0)
     while index < scheduler.work_tiles:
         acc_o.fill(0.0)
@@ -226,7 +232,7 @@ def compute(consumer: cutlass.Constexpr):
         # The products' operands are used up in between, so one set of registers serves all blocks.
         token = tile.first * kv_block
         slot = stage * pipeline.heads + stage_head
-        softmax(state, consumer, slot, token, lowest, lane, tile)
+        softmax(state, consumer, slot, token, lowest, tile)
         warps.release(pipeline.keys_empty(stage), lane)
         round_weights(p, acc_s, dtype, fp8)
         for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
@@ -247,17 +253,15 @@ def compute(consumer: cutlass.Constexpr):
                         clear_places(
                             held, token - KV_BLOCK, t, warpgroup_barrier(group), tile, scheduler
                         )
-            start_scores(
-                nope, rope, shared.scales, pipeline, stage, phase, slot, tile.tokens - token, t,
-                group, fp8, fresh,
-            )  # fmt: skip
+            valid = tile.tokens - token
+            start_scores(nope, rope, state, consumer, stage, phase, slot, valid)
             cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
             # Registers do not hold a softmax beside a product of 256 columns in flight.
             warpgroup.wait_group(0 if const_expr(widths.shared_queries) else 1)
             if const_expr(not fp8):
                 warps.release(pipeline.keys_empty(stage), lane)
-            softmax(state, consumer, slot, token, lowest, lane, tile)
+            softmax(state, consumer, slot, token, lowest, tile)
             if const_expr(fp8):  # the scales have come with the keys
                 warps.release(pipeline.keys_empty(stage), lane)
             else:  # in 8 bits the order makes no difference
@@ -269,7 +273,7 @@ def compute(consumer: cutlass.Constexpr):
         index += consumer.ctas
         next_tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
         next_own = rows_at(next_tile, group, row0, scheduler)
-        fetch_queries(q, q_rope, q_scale, consumer, next_own, row0, lane, group)
+        fetch_queries(q, q_rope, state, consumer, next_own)
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
         if const_expr(scheduler.ring):
             if tile.dropped > 0:
@@ -296,13 +300,11 @@ def compute(consumer: cutlass.Constexpr):
         # is issued on one path only.
         slot = stage * pipeline.heads + stage_head
         valid = next_tile.tokens - next_tile.first * kv_block
-        start_scores(
-            nope, rope, shared.scales, pipeline, stage, phase, slot, valid, t, group, fp8, fresh
-        )
+        start_scores(nope, rope, state, consumer, stage, phase, slot, valid)
         start = own.start
         if const_expr(consumer.partials):
             start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
-        finish(o, state, consumer, start, row0, own, lane, tile)
+        finish(o, state, consumer, start, own, tile)
         warpgroup.wait_group(0)
         tile = next_tile
         own = next_own
@@ -312,35 +314,29 @@ def compute(consumer: cutlass.Constexpr):
 def start_scores(
     nope: cutlass.Constexpr,
     rope: cutlass.Constexpr,
-    scales: cutlass.Constexpr,
-    pipeline: cutlass.Constexpr,
+    state: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     stage: Int32,
     phase: Int32,
     slot: Int32,
     valid: Int32,
-    t: Int32,
-    group: Int32,
-    fp8: cutlass.Constexpr,
-    fresh: cutlass.Constexpr,
 ):
     """Issue the scores of a KV block, once its keys have arrived; does not wait for them.
 
-    Args:
-        valid: tokens of the block that exist, or more.
-        fresh: whether the result gets registers of its own. The first product overwrites it; the
-            assembler takes it for an operand all the same, keeps the old scores beside the
-            probabilities made of them, and has too few registers for blocks of more than 64 tokens.
-            Zeros free them, and cost no instruction.
+    `valid` are the tokens of the block that exist, or more.
     """
-    cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
-    if const_expr(fp8):
+    cute.arch.mbarrier_wait(consumer.pipeline.keys_full(stage), phase)
+    if const_expr(consumer.fp8):
         if valid < KV_BLOCK:
-            fp8_rows.clear_scales(scales, slot, valid, t, group)
-    if const_expr(fresh):
+            fp8_rows.clear_scales(consumer.shared.scales, slot, valid, state.t, state.group)
+    if const_expr(consumer.scheduler.kv_block > KV_BLOCK):
+        # The first product overwrites the result; the assembler takes it for an operand all the
+        # same, keeps the old scores beside the probabilities made of them, and has too few
+        # registers for blocks of more than 64 tokens. Zeros free them, and cost no instruction.
         nope.acc.fill(0.0)
     multiply_queries(nope.mma, nope.acc, nope.queries, nope.keys, slot)
     if const_expr(rope.queries is not None):
-        multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, fp8)
+        multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, consumer.fp8)
     warpgroup.commit_group()
 
 
@@ -378,37 +374,33 @@ def rows_at(
 def fetch_queries(
     q: cute.Tensor,
     q_rope: cutlass.Constexpr,
-    q_scale: cute.Tensor,
+    state: cutlass.Constexpr,
     consumer: cutlass.Constexpr,
     own: cutlass.Constexpr,
-    row0: Int32,
-    lane: Int32,
-    group: Int32,
 ):
     """Load the queries of a thread's two rows to where the first products read them."""
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
     given, d, p = consumer.queries, consumer.widths.d, consumer.widths.p
+    group, dtype = state.group, consumer.dtype
     nope = given.nope + own.start * d
     if const_expr(consumer.shared_queries):
         warps.sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
         target = given.shared_nope[(None, None, group)]
-        copy_queries(target, nope, d, row0, rows, heads, lane)
+        copy_queries(target, nope, d, rows, heads, state)
         if const_expr(p > 0):
             rope = given.rope + own.start * p
             target = given.shared_rope[(None, None, group)]
-            copy_queries(target, rope, p, row0, rows, heads, lane)
+            copy_queries(target, rope, p, rows, heads, state)
         warps.fence_and_sync_warpgroup(warpgroup_barrier(group))
     else:
         if const_expr(p > 0):
             rope = given.rope + own.start * p
-            load_queries(q_rope, rope, p, row0, rows, heads, lane)
+            load_queries(q_rope, rope, p, rows, heads, state)
         if const_expr(consumer.fp8):
-            fp8_rows.load_queries_by_row(
-                q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype
-            )
-            fp8_rows.divide_rows(q_rope, q_scale, consumer.dtype)
+            fp8_rows.load_queries_by_row(q, q_rope, nope, rows, heads, state, dtype)
+            fp8_rows.divide_rows(q_rope, state.q_scale, dtype)
         else:
-            load_queries(q, nope, d, row0, rows, heads, lane)
+            load_queries(q, nope, d, rows, heads, state)
 
 
 def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
@@ -423,13 +415,12 @@ def load_queries(
     target: cute.Tensor,
     source: cute.Pointer,
     columns: cutlass.Constexpr,
-    row0: Int32,
     rows: cutlass.Constexpr,
     heads: Int32,
-    lane: Int32,
+    state: cutlass.Constexpr,
 ):
     """Load two rows into the registers of an operand A; zeros for rows that do not exist."""
-    words = cute.recast_tensor(target, Int32)
+    words, row0, lane = cute.recast_tensor(target, Int32), state.row0, state.lane
     for k in cutlass.range_constexpr(columns // MMA_DEPTH):
         for half in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
@@ -447,15 +438,14 @@ def copy_queries(
     target: cute.Tensor,
     source: cute.Pointer,
     columns: cutlass.Constexpr,
-    row0: Int32,
     rows: cutlass.Constexpr,
     heads: Int32,
-    lane: Int32,
+    state: cutlass.Constexpr,
 ):
     """Copy two rows to shared memory, with the other threads of the rows; zeros for absent ones."""
     for i in cutlass.range(columns // 32, unroll=1):
         for r in cutlass.range_constexpr(2):
-            row, chunk = row0 + 8 * r, i * 4 + lane % 4
+            row, chunk = state.row0 + 8 * r, i * 4 + state.lane % 4
             eight = cute.make_rmem_tensor(8, target.element_type)
             eight.fill(0.0)
             if rows[r]:
@@ -513,7 +503,6 @@ def softmax(
     slot: Int32,
     token: Int32,
     lowest: Int32,
-    lane: Int32,
     tile: cutlass.Constexpr,
 ):
     """Scores of a KV block to probabilities, relative to a running maximum.
@@ -522,7 +511,7 @@ def softmax(
         slot: where the block's head is in shared memory.
         lowest: the first token that some row of the warp does not see.
     """
-    scheduler = consumer.scheduler
+    scheduler, lane = consumer.scheduler, state.lane
     if const_expr(consumer.fp8):
         rope = two_rows(state.rope, KV_BLOCK)
         fp8_rows.scale_scores(state.s, rope, state.exponents, consumer.shared.scales, slot, lane)
@@ -534,10 +523,7 @@ def softmax(
     elif token + scheduler.kv_block > lowest:
         mask_scores(state.s, token, state.limits, lane, columns=scheduler.kv_block)
     if const_expr(consumer.fp8):
-        fp8_rows.softmax_by_row(
-            state.s, state.exponents, state.sums, state.top, state.scale, state.q_scale,
-            consumer.scale_log2e,
-        )  # fmt: skip
+        fp8_rows.softmax_by_row(state, consumer.scale_log2e)
     else:
         update_max(state.s, state.top, state.scale, state.sums, consumer.scale_log2e)
         exponentiate(state.s, state.top, state.sums, consumer.scale_log2e)
@@ -617,14 +603,13 @@ def finish(
     state: cutlass.Constexpr,
     consumer: cutlass.Constexpr,
     start: Int64,
-    row0: Int32,
     own: cutlass.Constexpr,
-    lane: Int32,
     tile: cutlass.Constexpr,
 ):
     """Normalise by the row sums and write the rows that exist; NaN where tokens are missing."""
     out, lse = consumer.outputs.o, consumer.outputs.lse
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
+    row0, lane = state.row0, state.lane
     # In 8 bits the probabilities and their sums are 2**WEIGHT_BITS too large.
     bits = fp8_few.WEIGHT_BITS if const_expr(consumer.fp8) else 0.0
     for r in cutlass.range_constexpr(2):

@@ -25,12 +25,10 @@ MMA_DEPTH_8 = 32
 def load_queries_by_row(
     q: cute.Tensor,
     q_rope: cute.Tensor,
-    scales: cute.Tensor,
     source: cute.Pointer,
-    row0: Int32,
     rows: cutlass.Constexpr,
     heads: Int32,
-    lane: Int32,
+    state: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """Load two rows as e4m3 numbers into the registers of an operand A, each with a scale.
@@ -38,7 +36,7 @@ def load_queries_by_row(
     Args:
         q_rope: the rope part of the same rows, in 16 bits.
     """
-    steps = HEAD // MMA_DEPTH_8
+    steps, row0, lane = HEAD // MMA_DEPTH_8, state.row0, state.lane
     for r in cutlass.range_constexpr(2):
         row = cute.make_rmem_tensor((4, 2, steps), Float32)
         row.fill(0.0)
@@ -52,7 +50,7 @@ def load_queries_by_row(
                     row[None, half, k].store(four.load().to(Float32))
         parts = (row.load(), q_rope[(None, r, None), 0, None].load().to(Float32))
         scale = fp8_few.row_scale(parts)
-        scales[r] = scale
+        state.q_scale[r] = scale
         rounded = cute.make_rmem_tensor((4, 2, steps), Float8E4M3FN)
         rounded.store((row.load() * (1.0 / scale)).to(Float8E4M3FN))
         for k in cutlass.range_constexpr(steps):
@@ -92,25 +90,17 @@ def scale_scores(
 
 
 @cute.jit
-def softmax_by_row(
-    s: cute.Tensor,
-    exponents: cute.Tensor,
-    sums: cute.Tensor,
-    top: cute.Tensor,
-    scale: cute.Tensor,
-    q_scale: cute.Tensor,
-    scale_log2e: Float32,
-):
+def softmax_by_row(state: cutlass.Constexpr, scale_log2e: Float32):
     """Scores to weights with the scales of the values in them, relative to a running maximum.
 
-    Args:
-        top: running maximum per row, scales included, updated.
+    Scales are part of the maximum.
     """
+    s, exponents, sums, top = state.s, state.exponents, state.sums, state.top
     for r in cutlass.range_constexpr(2):
-        factor = scale_log2e * q_scale[r]
+        factor = scale_log2e * state.q_scale[r]
         for j, e in row_places(KV_BLOCK):
             s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
-    update_max(s, top, scale, sums, Float32(1.0), fp8_few.LARGEST_BITS - fp8_few.WEIGHT_BITS)
+    update_max(s, top, state.scale, sums, Float32(1.0), fp8_few.LARGEST_BITS - fp8_few.WEIGHT_BITS)
     for j, e in row_places(KV_BLOCK):
         inverse = fp8_few.inverse_power(exponents[e, j])
         for r in cutlass.range_constexpr(2):
