@@ -127,7 +127,7 @@ class FlashMLASm90(ClusterHost):
     head_box: int = 0
     widths: LatentWidths = LatentWidths()
     overlap: str = ""
-    clusters: bool | None = None
+    clusters: Any = None
 
     def __post_init__(self) -> None:
         self.q_rows = self.few if self.few > 0 else ROWS

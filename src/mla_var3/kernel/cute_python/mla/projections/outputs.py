@@ -239,7 +239,7 @@ class DecompressCombineSm90:
         merge = Merge(None, None, None, None)
         if const_expr(o_new is not None):
             line, given = cute.make_layout(rows * heads), (lse_latent, lse_new, lse)
-            merge = Merge(*(cute.make_tensor(each, line) for each in given), o_new)
+            merge = Merge._make([*(cute.make_tensor(each, line) for each in given), o_new])
         self.decompress_combine(
             mma,
             copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
