@@ -17,6 +17,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,30 +34,24 @@ KERNEL_NAMES = {"flash_fwd_splitkv_mla_kernel": "cutlass_flash_mla"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass
 class Cases:
-    """Takes the place of the test's function for one case; runs all of them or every n-th.
+    """Takes the place of the test's function for one case; runs all of them or every n-th."""
 
-    Attributes:
-        run: the cases that were run.
-        seen: the cases that the test has.
-    """
-
-    def __init__(
-        self, function: Callable[[Any], None], every: int, first: int, timing: bool
-    ) -> None:
-        self._function = function
-        self._every = every
-        self._first = first
-        self._timing = timing
-        self.run = self.seen = 0
+    function: Callable[[Any], None]
+    every: int
+    first: int
+    timing: bool
+    run: int = 0
+    seen: int = 0
 
     def __call__(self, case: Any) -> None:
         self.seen += 1
-        if (self.seen - 1 - self._first) % self._every:
+        if (self.seen - 1 - self.first) % self.every:
             return
-        if not self._timing:
+        if not self.timing:
             case.test_performance = False
-        self._function(case)
+        self.function(case)
         self.run += 1
 
 
@@ -126,23 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{TEST} {given.dtype}: {outcome}; {cases.run} of {cases.seen} cases, {times}, {took:.0f} s"
     )
     source = (given.folder / "tests" / f"{TEST}.py").read_bytes()
-    write_record(
-        given.json,
-        "flash_mla_own_test",
-        {
-            "test": TEST,
-            "test_sha256": hashlib.sha256(source).hexdigest(),
-            "dtype": given.dtype,
-            "every": given.every,
-            "first": given.first,
-            "timing": timing,
-            "cases_run": cases.run,
-            "cases": cases.seen,
-            "passed": failure is None,
-            "failure": failure,
-            "seconds": took,
-        },
-    )
+    record = {
+        "test": TEST, "test_sha256": hashlib.sha256(source).hexdigest(), "dtype": given.dtype,
+        "every": given.every, "first": given.first, "timing": timing, "cases_run": cases.run,
+        "cases": cases.seen, "passed": failure is None, "failure": failure, "seconds": took,
+    }  # fmt: skip
+    write_record(given.json, "flash_mla_own_test", record)
     return 0 if failure is None else 1
 
 

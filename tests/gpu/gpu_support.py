@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.op.compare import compare
+from mla_var3.runtime.check import poison_outputs
 
 from ..unit.attention.attention_support import normal
 
@@ -25,6 +26,13 @@ def outputs_of(stage: Any) -> list[Tensor]:
     """What a stage has written."""
     torch.cuda.synchronize()
     return [output.clone() for output in stage.output_tensors]
+
+
+def relaunched(stage: Any) -> list[Tensor]:
+    """What a stage writes over poisoned outputs."""
+    poison_outputs(stage)
+    stage.launch()
+    return outputs_of(stage)
 
 
 def require_equal(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -49,13 +57,16 @@ def require_close(
     assert lse_error.relative_frobenius < lse_relative, lse_error
 
 
-def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(
+    launch: Callable[[], None], between: Callable[[], None] = lambda: None
+) -> torch.cuda.CUDAGraph:
     """The launch as a graph. It runs once before, on another stream: a capture compiles nothing."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         launch()
     torch.cuda.current_stream().wait_stream(side)
+    between()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
@@ -81,15 +92,7 @@ def replayed_steps(
         turns: replays.
     """
     requests = list(range(len(rejected)))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    cache.evict(requests)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step, lambda: cache.evict(requests))
     cache.evict(requests)
     for turn in range(turns):
         for tensor in inputs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import Int64Arg
 from mla_var3.runtime.cute_kernel import CuteKernel, program_for
+from tests.programs import run_program
 from tests.unit.runtime.cute.cute_support import (
     ScaleAdd,
     ScalePlan,
@@ -291,14 +291,7 @@ def test_a_new_process_loads_the_program_from_the_disk(
     }
     outcomes = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", RELOAD, str(repo_root)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run_program([sys.executable, "-c", RELOAD, repo_root], env=environment)
         assert done.returncode == 0, done.stderr
         outcomes.append(json.loads(done.stdout.splitlines()[-1]))
     assert outcomes == [{"made": 1, "same": True}, {"made": 0, "same": True}]

@@ -286,7 +286,7 @@ def test_warm_up_leaves_nothing_to_compile(step) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefill_on_packed_keys(h, causal) -> None:
     """Keys with their rope part behind them and values inside of a wider tensor, as in vLLM."""
-    from mla_var3.kernel.cute_python.mla.decompressed.call import attend_request
+    from mla_var3.kernel.cute_python.mla.decompressed.stage import attend_request
     from mla_var3.op.mla.reference import reference_decompressed
 
     d, p = 128, 64

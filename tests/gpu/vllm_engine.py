@@ -45,35 +45,33 @@ LEAD = 0.2
 
 def jobs_of(wave: str, requests: int, until: float) -> dict[str, dict]:
     """The engines of a wave: name -> options."""
-    jobs = {}
-    for backend in (*PEERS, OURS):
-        if wave == "soak":
-            jobs[f"soak-{backend}"] = SOAK | {
-                "backend": backend, "soak": requests, "until": until - 10
-            }  # fmt: skip
-        elif wave == "fp8":
-            for cache, drafts in (("auto", 0), ("auto", 3), ("fp8", 0), ("fp8", 3)):
-                if backend != "FLASH_ATTN_MLA":  # it takes no such cache
-                    options = {"graphs": True, "drafts": drafts, "cache": cache}
-                    jobs[f"fp8-{cache}-mtp{drafts}-{backend}"] = (
-                        TOKENS | options | {"backend": backend}
-                    )
-        elif wave == "prefill":
-            for prefill in (False, True):
-                if backend == OURS or (backend == PEERS[0] and not prefill):
-                    options = {"graphs": True, "drafts": 0, "prefill": prefill}
-                    name = f"prefill-{'ours' if prefill else 'own'}-{backend}"
-                    jobs[name] = TOKENS | options | {"backend": backend}
-        elif wave == "tokens":
-            for graphs, drafts in ((False, 3), (True, 0), (True, 1), (True, 3), (True, 7)):
-                name = f"tokens-{'graph' if graphs else 'eager'}-mtp{drafts}-{backend}"
-                jobs[name] = TOKENS | {"backend": backend, "graphs": graphs, "drafts": drafts}
-        else:
-            for drafts in (0, 3):
-                options = {"backend": backend, "graphs": True, "drafts": drafts}
-                heads = int(wave.removeprefix("h"))
-                jobs[f"{wave}-mtp{drafts}-{backend}"] = TIMES | options | {"heads": heads}
-    return jobs
+    if wave == "soak":
+        kinds = {"soak": SOAK | {"soak": requests, "until": until - 10}}
+    elif wave == "fp8":
+        kinds = {
+            f"fp8-{cache}-mtp{drafts}": TOKENS | {"graphs": True, "drafts": drafts, "cache": cache}
+            for cache in ("auto", "fp8") for drafts in (0, 3)
+        }  # fmt: skip
+    elif wave == "prefill":
+        options = TOKENS | {"graphs": True, "drafts": 0}
+        kinds = {f"prefill-{x}": options | {"prefill": x == "ours"} for x in ("own", "ours")}
+    elif wave == "tokens":
+        kinds = {
+            f"tokens-{'graph' if graphs else 'eager'}-mtp{drafts}": (
+                TOKENS | {"graphs": graphs, "drafts": drafts}
+            )
+            for graphs, drafts in ((False, 3), (True, 0), (True, 1), (True, 3), (True, 7))
+        }  # fmt: skip
+    else:
+        options = TIMES | {"graphs": True, "heads": int(wave.removeprefix("h"))}
+        kinds = {f"{wave}-mtp{drafts}": options | {"drafts": drafts} for drafts in (0, 3)}
+    left_out = {"fp8": {"FLASH_ATTN_MLA"}, "prefill-own": {*PEERS[1:]}, "prefill-ours": {*PEERS}}
+    return {
+        f"{kind}-{backend}": options | {"backend": backend}
+        for backend in (*PEERS, OURS)
+        for kind, options in kinds.items()
+        if backend not in left_out.get(kind if wave == "prefill" else wave, ())
+    }
 
 
 def start(folder: Path, name: str, options: dict) -> subprocess.Popen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.op.mla.cache_formats import cache_format
 from mla_var3.runtime.call_state import CallState
+from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute.launch import CuteProgram, RepeatedLaunch
 
 Calls = list[tuple[str, tuple[Any, ...]]]
 """Kernels that were launched, each with its arguments."""
@@ -55,6 +59,28 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
     partials = Partials(*(torch.empty(0, device="meta") for _ in Partials._fields))
     monkeypatch.setattr(latent_call, "partials_for", lambda *given: partials)
     return log
+
+
+def named(fields: Sequence[str], arguments: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of a host entry by name."""
+    return dict(zip(fields, arguments, strict=True))
+
+
+def recorded_launch(
+    fields: Sequence[str], arguments: Sequence[Any]
+) -> tuple[RepeatedLaunch, list[dict[str, int]]]:
+    """A launch to repeat, and the pointers and stream that the compiled host function would get."""
+    given = named(fields, arguments)
+    present = [name for name, value in given.items() if value is not None]
+    wanted = [name for name in present if isinstance(given[name], torch.Tensor)]
+    seen: list[dict[str, int]] = []
+
+    def entry(packed: Any) -> None:
+        cells = dict(zip((*present, "stream"), packed, strict=False))
+        read = ctypes.c_uint64.from_address
+        seen.append({name: read(cells[name]).value for name in (*wanted, "stream")})
+
+    return CuteProgram("flash_mla", kinds_of(arguments), 0, entry).repeated(*arguments), seen
 
 
 def fp8_parts(fmt: str, device: str, pages: int, page_tokens: int = 64) -> dict[str, torch.Tensor]:

@@ -19,7 +19,6 @@ from cutlass import Int32
 from cutlass.cute.runtime import make_ptr
 
 from mla_var3.attention.merge import merge_partials
-from mla_var3.kernel.cute_python.mla.prefix.gather import GatherArguments, gather_row, row_count
 from mla_var3.kernel.cute_python.mla.prefix.layout import (
     LayoutArguments,
     copy_row,
@@ -27,6 +26,7 @@ from mla_var3.kernel.cute_python.mla.prefix.layout import (
     phases,
     scratch_size,
 )
+from mla_var3.kernel.cute_python.mla.prefix.rows import GatherArguments, gather_row, row_count
 from tests.unit.attention.replay.replay_support import layout_of, tensor_at
 
 THREADS = 64

@@ -1,8 +1,12 @@
-"""Whole items balanced by length, without a GPU: the rule and the device's own code."""
+"""Whole items balanced by length, without a GPU: the rule and the device's own code.
+
+And what the merge relies on.
+"""
 
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections import Counter
 from typing import Any
@@ -11,7 +15,13 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK, ROWS
+from mla_var3.conf.devices import load_devices
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    DEFAULT_SM_COUNT,
+    KV_BLOCK,
+    MOST_CTAS,
+    ROWS,
+)
 from mla_var3.kernel.cute_python.mla.latent import balance, ranges
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -20,13 +30,7 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     partial_count,
     ragged_tiles,
 )
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    ITEM_COST,
-    Batch,
-    PackedQueries,
-    WorkRange,
-    takes_turns,
-)
+from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
 from mla_var3.kernel.cute_python.mla.latent.records import TABLE_WORDS, Total
 
 from .compile_once import as_written
@@ -101,7 +105,7 @@ def test_items_that_are_left_make_up_for_what_sums_lack(heads, requests, t, quer
         assert borders[::2] == borders[1::2], item
     partials = sum(len(parts) for parts in pieces.values() if len(parts) > 1)
     assert 0 < partials < 2 * 66
-    sums = [sum(last - first + ITEM_COST for _, first, last in own) for own in found]
+    sums = [sum(last - first + ranges.ITEM_COST for _, first, last in own) for own in found]
     assert max(sums) <= sum(sums) / 66 + 6  # a step of the splits, and the cost of a piece
 
 
@@ -129,8 +133,8 @@ def test_equal_items_are_not_even_sorted(t):
     assert balanced_items([t] * 100, shape) is None
     assert (partial_count([t] * 100, shape) > 0) == (t == 4096)  # 1024 tokens are taken in turns
     blocks = t // KV_BLOCK
-    total = 100 * (blocks + ITEM_COST)
-    splits = int(not takes_turns(blocks, 100, 66, total))
+    total = 100 * (blocks + ranges.ITEM_COST)
+    splits = int(not ranges.takes_turns(blocks, 100, 66, total))
     most = balance.most_sum(splits, 100, 1, blocks, total, 66)
     assert not balance.worth_sorting(splits, 100, 1, 100, blocks, total, 66, most)
 
@@ -149,6 +153,21 @@ def test_the_order_fits_shared_memory_beside_what_the_merge_resets():
     assert TABLE_WORDS - len(Total) >= balance.ORDER_WORDS
     assert balance.REQUEST_BITS + balance.VISIT_BITS + balance.BLOCK_BITS <= 31
     assert balance.REQUEST_BITS + balance.VISIT_BITS <= 16
+
+
+def test_the_records_of_every_known_device_fit():
+    served = [spec for spec in load_devices().values() if spec.compute_capability == (9, 0)]
+    assert served and all(spec.sm_count <= MOST_CTAS for spec in served)
+
+
+def test_a_state_is_no_number_that_memory_has_by_chance():
+    """Not zeros, no repeated filling, no small numbers, no two floats of usual size."""
+    assert len(set(CtaState)) == 3
+    for state in CtaState:
+        data = int(state).to_bytes(8, "little")
+        assert 0 < state < 2**63
+        assert len(set(data)) == 8
+        assert all(int(state) >> shift & 0xFFFFFFFF > 2**24 for shift in (0, 32))
 
 
 class Words(list):
@@ -171,24 +190,22 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     words = Words([Number(7)] * balance.KEY_WORDS)
     order, taken = (Signed([Number(7)] * n) for n in (balance.MOST_ITEMS, balance.MOST_TAKEN))
 
-    def atomic_max(place: int, value: int, **how: Any) -> None:
-        words[place] = max(words[place], value)  # one step of the interpreter's lock
+    def atomic(combine: Any) -> Any:
+        def change(place: int, value: int, **how: Any) -> None:
+            words[place] = combine(words[place], value)  # one step of the interpreter's lock
 
-    block.cute.arch.thread_idx = lambda: (block.cute.arch.lane_idx(), 0, 0)
-    block.cute.arch.sync_threads = lambda: block._exchanged(0)
+        return change
 
-    def atomic_add(place: int, value: int, **how: Any) -> None:
-        words[place] += value
-
-    block.cute.arch.atomic_max, block.cute.arch.atomic_add = atomic_max, atomic_add
-    block.cute.arch.make_warp_uniform = lambda number: number
+    vars(block.cute.arch).update(
+        thread_idx=lambda: (block.cute.arch.lane_idx(), 0, 0), make_warp_uniform=lambda n: n,
+        sync_threads=lambda: block._exchanged(0), atomic_max=atomic(max),
+        atomic_add=atomic(operator.add),
+    )  # fmt: skip
     for name in (
         "tokens_of", "kv_blocks", "packed_queries", "item_count", "inclusive_sum", "split_range",
         "split_in_request",
     ):  # fmt: skip
         monkeypatch.setattr(ranges, name, as_written(getattr(ranges, name)))
-    for name in ("kv_blocks", "item_count", "split_range"):
-        monkeypatch.setattr(balance, name, getattr(ranges, name))
     monkeypatch.setattr(balance, "left_items", as_written(balance.left_items))
     for name, value in {"Int32": Number, "Int16": Number, "Boolean": bool, "THREADS": 32}.items():
         monkeypatch.setattr(balance, name, value)
@@ -205,16 +222,18 @@ def test_the_device_code_balances_as_the_host(seed, monkeypatch):
     shape, packed = GroupShape(ctas, visits, groups), None
     if seed % 2:
         begins = [Number(begin) for begin in itertools.accumulate(counts, initial=0)]
-        packed = PackedQueries(begins, visits, begins[-1], 64 * ctas, ROWS * ctas)
+        packed = ranges.PackedQueries(begins, visits, begins[-1], 64 * ctas, ROWS * ctas)
     else:
         counts = [visits] * requests
     kept = [-(-n // KV_BLOCK) for n, c in zip(lengths, counts, strict=True) for _ in range(c)]
-    total = sum(n + ITEM_COST for n in kept)
-    splits = not takes_turns(max(kept), requests * visits, groups, total)
-    own = WorkRange(
+    total = sum(n + ranges.ITEM_COST for n in kept)
+    splits = not ranges.takes_turns(max(kept), requests * visits, groups, total)
+    own = ranges.WorkRange(
         0, 0, 1, 1, 1, total, groups, splits=splits, present=Number(len(kept)), longest=max(kept)
     )
-    batch = Batch(lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed)
+    batch = ranges.Batch(
+        lengths, Number(requests), Number(visits), Number(0), 1 << 30, None, packed
+    )
     wanted = balanced_items(lengths, shape, counts)
     groups_of = Counter(item for items in wanted or [] for item, _, _ in items)
     run = as_written(balance.balance)

@@ -1,8 +1,8 @@
 """The latent CuTe kernel on changing tensors: what it gives the programs, on meta tensors."""
 
-import ctypes
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +10,13 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.attention import CacheView, mla_latent_attention
+from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS, SCHEDULE_SIZE, THREADS
+from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS, LatentWidths
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -26,18 +29,21 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
+from mla_var3.kernel.cute_python.mla.latent.producer import block_parts
 from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.cute.arguments import kinds_of
-from mla_var3.runtime.cute.launch import CuteProgram
+from tests.unit.attention.attention_support import registered
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
 from .compile_once import Compiled
-from .noted_calls import fp8_parts, meta_call
+from .noted_calls import fp8_parts, meta_call, named, recorded_launch
 
 SMS = 132
 OPERANDS = LatentOperands._fields
+
+
+named_by = partial(named, LATENT_FIELDS)
 
 
 def call(b: int, s: int, h: int, **changes: Any) -> tuple[LatentOperands, LatentOptions]:
@@ -65,7 +71,7 @@ def test_a_tree_is_given_as_bytes_with_its_strides(calls):
     flash_mla.attend(*call(2, 4, 16, tree=tree))
     given = [arg for arg in calls[0][1] if isinstance(arg, torch.Tensor)]
     assert any(arg.dtype is torch.uint8 and arg.shape == (2, 4, 4) for arg in given)
-    named = dict(zip(LATENT_FIELDS, calls[0][1], strict=True))
+    named = named_by(calls[0][1])
     assert (named["tree_stride"], named["tree_row_stride"]) == (0, 4)
 
 
@@ -89,7 +95,7 @@ def test_an_8_bit_cache_has_a_kernel_of_its_own(calls):
         assert flash_mla.attend(*call(2, 1, 64, **changes)) is not None
     (first, arguments), (second, _) = calls
     assert first == second == "latent_fp8" and len(latent_call._programs) == 2
-    named = dict(zip(LATENT_FIELDS, arguments, strict=True))
+    named = named_by(arguments)
     assert named["scales_page_stride"].value == 64 * 644 // 4 and named["page_tokens"] == 64
 
 
@@ -105,7 +111,7 @@ def test_the_contract_names_the_arguments_in_order():
     operands, options = call(3, 2, 64, block_table=torch.empty((3, 4), device="meta"))
     partials = latent_call.allocate_partials(torch.device("meta"), SMS)
     arguments = latent_arguments(operands, partials, options, group_shape(2, 3, SMS))
-    named = dict(zip(LATENT_FIELDS, arguments, strict=True))
+    named = named_by(arguments)
     for group in (operands, partials):
         assert all(named[name] is value for name, value in group._asdict().items())
     assert (named["requests"], named["queries"], named["heads"]) == (3, 2, 64)
@@ -113,7 +119,7 @@ def test_the_contract_names_the_arguments_in_order():
     assert (named["max_tokens"], named["block_table_stride"]) == (4 * 256, 4)
     assert (named["latent_page_stride"].value, named["latent_stride"]) == (256 * 512, 512)
     assert (named["rope_page_stride"].value, named["rope_stride"]) == (256 * 64, 64)
-    dense = dict(zip(LATENT_FIELDS, arguments_of(), strict=True))
+    dense = named_by(arguments_of())
     assert (dense["max_tokens"], dense["block_table_stride"]) == (256, 0)
     assert len(set(WHOLE_FIELDS)) == len(WHOLE_FIELDS)
     *groups, rest = groups_of([*arguments, "stream"], LatentOperands, Partials, LatentSizes)
@@ -159,18 +165,10 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
         scales=torch.empty((2, 256), dtype=torch.float32, device="meta"),
         schedule=torch.empty(SCHEDULE_SIZE, **index),
     )
-    seen: list[tuple[int, ...]] = []
-
-    def entry(packed: Any) -> None:
-        """Reads what the compiled host function would: pointers first, the stream behind."""
-        cells = [*range(len(OPERANDS) + len(Partials._fields)), len(packed) - 2]
-        seen.append(tuple(ctypes.c_uint64.from_address(packed[cell]).value for cell in cells))
-
-    repeated = CuteProgram("flash_mla", kinds_of(arguments), 0, entry).repeated(*arguments)
+    repeated, seen = recorded_launch(LATENT_FIELDS, arguments)
     launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
-    pointers = dict(
-        zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 4096, 1024, 2048), strict=True)
-    )
+    places = (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 4096, 1024, 2048)
+    pointers = named(OPERANDS, places)
     # In any order, with pointers that the kernel does not take and one that is replaced.
     names = ["w_uk", "lengths", *reversed(OPERANDS)]
 
@@ -182,16 +180,15 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
         assert launch.stream() == stream
         on_stream, kept = launch.bind(names, {})
         assert kept is workspaces[stream] and on_stream(given())
-    assert seen == [
-        (*pointers.values(), *(part.data_ptr() for part in workspaces[stream]), stream)
-        for stream in (7, 8)
-    ]
+    for found, (stream, partials) in zip(seen, workspaces.items(), strict=True):
+        own = {name: part.data_ptr() for name, part in partials._asdict().items()}
+        assert found == {**pointers, **own, "stream": stream}
     floats = ("q_latent", "q_rope", "latent", "rope", "scales", "o_latent", "lse")
     for name, pointer in pointers.items():
         assert not on_stream(given(**{name: pointer + (8 if name in floats else 2)}))
     assert len(seen) == 2
     fixed, _ = launch.bind(OPERANDS[:-1], {"lse": 4096})
-    assert fixed(list(pointers.values())[:-1]) and seen[-1][OPERANDS.index("lse")] == 4096
+    assert fixed(list(pointers.values())[:-1]) and seen[-1]["lse"] == 4096
     with pytest.raises(InvalidArgumentError, match="flash_mla: pointers"):
         launch.bind(OPERANDS[:-1], {})
     state["capturing"] = True
@@ -225,7 +222,7 @@ def test_a_tree_that_is_copied_is_not_repeated(calls):
     for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
         assert (flash_mla.attend(*call(2, 4, 16, tree=given)) is not None) is repeats
     for _, arguments in calls:
-        named = dict(zip(LATENT_FIELDS, arguments, strict=True))
+        named = named_by(arguments)
         assert named["tree"].is_contiguous() and named["tree_row_stride"] == 4
 
 
@@ -297,3 +294,49 @@ def test_what_it_does_not_serve_is_said():
     assert flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8)) is None
     assert "(384, 64)" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, k=384)))
     assert "pages of 16" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, page_size=16)))
+
+
+# --- widths --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths", LATENT_WIDTHS, ids=str)
+def test_the_parts_of_a_block_cover_its_columns_once(widths):
+    """Every step of the scores' product once; the own half first, the rope part with the other."""
+    for own, parts in enumerate(block_parts(widths)):
+        steps = [step for part in parts for step in part.steps]
+        assert sorted(steps) == list(range((widths.k + widths.p) // 16))
+        assert [part.half for part in parts] == [own, 1 - own]
+        assert [part.has_rope for part in parts] == [False, widths.p > 0]
+        assert all(len(part.tiles) == widths.tiles // 2 + part.has_rope for part in parts)
+
+
+def test_each_pair_of_widths_is_a_program_of_its_own(calls):
+    for widths in LATENT_WIDTHS * 2:
+        flash_mla.attend(*call(2, 4, 16, k=widths.k, p=widths.p))
+    assert len(latent_call._programs) == len(LATENT_WIDTHS)
+
+
+def test_rows_without_a_rope_part_bring_none(calls):
+    flash_mla.attend(*call(2, 4, 16, p=0))
+    named = named_by(calls[0][1])
+    assert named["q_rope"] is None and named["rope"] is None
+    assert named["q_rope_stride"] == named["rope_stride"] == 0
+
+
+def test_a_call_without_rope_reaches_the_kernel():
+    """Zero-width tensors of the public call become absent operands, and count as aligned."""
+    seen: list[LatentOperands] = []
+
+    def attend(operands: LatentOperands, options: LatentOptions) -> None:
+        seen.append(operands)
+        operands.o_latent.zero_()
+        operands.lse.zero_()
+
+    rows = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
+    cache = CacheView(rows, rows[..., 512:], torch.tensor([64, 3], dtype=torch.int32))
+    q = torch.zeros(2, 1, 8, 512, dtype=torch.bfloat16)
+    with registered(LatentBackend("zeros", "torch", attend, runs_on_cpu=True)):
+        mla_latent_attention(q, q.new_empty(2, 1, 8, 0), cache, kernel="zeros", scale=0.1)
+    (operands,) = seen
+    assert operands.q_rope is None and operands.rope is None
+    assert operands.widths == LatentWidths(512, 0)

@@ -1,7 +1,7 @@
 """flash_mla in CuTe DSL without a GPU: its keys, plans, pages and errors."""
 
-import re
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +10,23 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.cli.commands import kernel as kernel_command
-from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LATENT_FIELDS,
+    LatentOperands,
+    Partials,
+    groups_of,
+)
 from mla_var3.kernel.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.stage import constraint_failures
+
+from .noted_calls import named
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 200, "h": 64, "seed": 0}
 
@@ -67,47 +73,13 @@ def test_dtype_and_kind_of_cache_make_other_programs():
     assert key(page=192) == key(page=64)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"k": 384}, "(k, p): expected (512, 64) or (512, 0) or (256, 64) or (256, 32), got (384"),
-        ({"p": 32}, "(256, 32), got (512, 32)"),
-        ({"page": 100}, "page: expected a multiple of 64, or 0, got 100"),
-        ({"page": -64}, "page: expected a multiple of 64, or 0, got -64"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_a_wrong_size_is_named(fields, message):
-    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
-        make(**fields)
-
-
-@pytest.mark.parametrize(
-    ("tiling", "argument"),
-    [
-        (FlashMLATiling(group_ctas=-1), "group_ctas"),
-        (FlashMLATiling(group_ctas=1000), "group_ctas"),
-        (FlashMLATiling(sms=-1), "sms"),
-        (FlashMLATiling(sms=DEFAULT_SM_COUNT + 1), "sms"),
-    ],
-    ids=str,
-)
-def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling, argument):
-    attention = kernel_of(make())
-    with pytest.raises(
-        HyperMlaError, match=rf"{argument}: expected .*, got {getattr(tiling, argument)}"
-    ):
-        attention.compile("sm_90", tiling)
-
-
 def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan():
     for s, h in ((1, 8), (1, 128), (2, 64), (200, 128)):
         plan = make(s=s, h=h)
         attention = kernel_of(plan)
         assert attention.args_fn is not None
         args = attention.args_fn(attention.tiling)
-        names = ("o_partial", "lse_partial", "merges")
-        o_partial, lse_partial, merges = (args[place] for place in parameter_places(*names))
+        o_partial, lse_partial, merges = groups_of(args, LatentOperands, Partials)[1]
         chosen = [FlashMLATiling(group_ctas=plan.row_tiles), FlashMLATiling(group_ctas=1, sms=1)]
         for tiling in (*attention.autotune_configs, *chosen):
             assert constraint_failures(tiling, plan) == ()
@@ -117,25 +89,16 @@ def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan():
             assert merge_rows(shape.ctas) <= merges.shape[0]
 
 
-class Recorded:
-    """Stands in for a prepared launch; remembers the arguments."""
-
-    launched: ClassVar[list[tuple[Any, ...]]] = []
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-
-    def launch(self) -> None:
-        self.launched.append(self.args)
-
-
 def test_another_tiling_has_its_own_cta_groups(monkeypatch):
     """Prepared arguments hold the CTA groups; those of another tiling would find other partials."""
-    monkeypatch.setattr(
-        CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
-    )
+    launched: list[tuple[Any, ...]] = []
+
+    def bind(kernel: CuteKernel, tiling: Any) -> Any:
+        args = tuple(kernel.args_fn(tiling))
+        return SimpleNamespace(launch=lambda: launched.append(args))
+
+    monkeypatch.setattr(CuteKernel, "_bind", bind)
     monkeypatch.setattr(CuteKernel, "device_type", "cuda")
-    monkeypatch.setattr(Recorded, "launched", [])
     plan = make(s=8)
     attention = kernel_of(plan)
     seen = []
@@ -143,7 +106,7 @@ def test_another_tiling_has_its_own_cta_groups(monkeypatch):
         attention.tiling = FlashMLATiling(group_ctas=group_ctas)
         attention.launch()
         seen.append(plan.groups(attention.tiling))
-        assert Recorded.launched[-1][-4:] == tuple(vars(seen[-1]).values())
+        assert launched[-1][-4:] == tuple(vars(seen[-1]).values())
     assert len(set(seen)) == 3
 
 
@@ -179,47 +142,8 @@ def test_a_cache_that_is_a_view_of_a_larger_one_is_taken():
     plan = make(h=2)
     q_latent, q_rope, c_kv, k_rope, lengths = plan.prepare_inputs("cpu")
     attention = next(iter(plan.plan(q_latent, q_rope, padded(c_kv, 1), k_rope, lengths).kernels()))
-    args = attention.args_fn(plan.tiling)
-    assert tuple(
-        getattr(args[i], "value", args[i])
-        for i in parameter_places("latent_page_stride", "latent_stride")
-    ) == (201 * 512, 512)
-
-
-def parameter_places(*names: str) -> list[int]:
-    """Places of arguments in the call of the host entry."""
-    return [LATENT_FIELDS.index(name) for name in names]
-
-
-@pytest.mark.parametrize("page", [0, 64])
-@pytest.mark.parametrize("index", [0, 1])
-def test_queries_with_a_gap_between_requests_are_refused_by_name(page, index):
-    """The kernel sees all rows at one distance, so a gap would be read as rows."""
-    plan = make(page=page, h=2)
-    inputs = list(plan.prepare_inputs("cpu"))
-    inputs[index] = padded(inputs[index], 1)
-    with pytest.raises(InvalidArgumentError, match=rf"^{('q_latent', 'q_rope')[index]}: expected"):
-        plan.plan(*inputs)
-
-
-PAGED_NAMES = ("q_latent", "q_rope", "latent", "rope", "lengths", "table")
-
-
-def test_a_wrong_paged_input_is_named():
-    plan = make(page=64, h=2)
-    inputs = dict(zip(PAGED_NAMES, plan.prepare_inputs("cpu"), strict=True))
-
-    def refused(argument: str, wrong: Tensor, expected: str) -> None:
-        with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected {expected}"):
-            plan.plan(*{**inputs, argument: wrong}.values())
-
-    for argument, right in inputs.items():
-        refused(argument, right.to(torch.float64), ".*float64")
-        refused(argument, right.narrow(-1, 0, right.shape[-1] - 1), "")
-        if argument != "q_latent":  # all are where the first one is
-            refused(argument, right.to("meta"), "a tensor on cpu, got one on meta")
-    by_columns = inputs["table"].t().contiguous().t()
-    refused("table", by_columns, "int32 with stride 1")
+    given = named(LATENT_FIELDS, attention.args_fn(plan.tiling))
+    assert (given["latent_page_stride"].value, given["latent_stride"]) == (201 * 512, 512)
 
 
 @pytest.mark.parametrize(("page", "t"), [(64, 1), (64, 385), (192, 200)])

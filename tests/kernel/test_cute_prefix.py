@@ -18,7 +18,7 @@ from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import PrefixLayout, laid_out, prefix_layout
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.kernel.cute_python.mla.prefix import call as prefix_call
-from mla_var3.kernel.cute_python.mla.prefix import gather, layout, merge
+from mla_var3.kernel.cute_python.mla.prefix import layout, rows
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import compile_program
 from mla_var3.runtime.stage import Tiling
@@ -43,18 +43,18 @@ def test_the_merge_compiles_with_wide_loads(dtype, parts):
     part = (meta(6, 4, 512, dtype=dtype), meta(6, 4, dtype=torch.float32), meta(6))
     given = [*part * parts, *[None] * 3 * (2 - parts)]
     own = meta(6, 4, 512, dtype=dtype), meta(6, 4, dtype=torch.float32)
-    arguments = merge.MergeArguments(*own, *given, 24, 4, 3)
-    host = merge.MergePrefix(ELEMENT_TYPES[dtype])
-    ptx = ptx_of(merge.MergePrefix.merge_prefix, host, arguments)
-    assert ptx.count("ld.global.v4") == merge.CHUNKS * (1 + parts)
-    assert ptx.count("st.global.v4") == merge.CHUNKS
+    arguments = rows.MergeArguments(*own, *given, 24, 4, 3)
+    host = rows.MergePrefix(ELEMENT_TYPES[dtype])
+    ptx = ptx_of(rows.MergePrefix.merge_prefix, host, arguments)
+    assert ptx.count("ld.global.v4") == rows.CHUNKS * (1 + parts)
+    assert ptx.count("st.global.v4") == rows.CHUNKS
 
 
 def test_the_gather_compiles_with_wide_loads():
-    rows = [meta(6, 4, width, dtype=torch.bfloat16) for width in (512, 64)]
-    arguments = gather.GatherArguments(*rows, meta(6), meta(4), *rows, *[1] * 8)
-    host = gather.GatherQueries(ELEMENT_TYPES[torch.bfloat16])
-    ptx = ptx_of(gather.GatherQueries.gather_queries, host, arguments)
+    queries = [meta(6, 4, width, dtype=torch.bfloat16) for width in (512, 64)]
+    arguments = rows.GatherArguments(*queries, meta(6), meta(4), *queries, *[1] * 8)
+    host = rows.GatherQueries(ELEMENT_TYPES[torch.bfloat16])
+    ptx = ptx_of(rows.GatherQueries.gather_queries, host, arguments)
     assert ptx.count("ld.global.v4") == ptx.count("st.global.v4") == 2
 
 

@@ -262,7 +262,7 @@ def test_a_ring_in_8_bits():
     arguments = named_arguments(kernel)
     assert arguments["scales"] is window.scales and arguments["starts"] is window.starts
     with pytest.raises(InvalidArgumentError, match="scales: expected those of a window in 8 bits"):
-        plan.plan_parts(latent, replace(window, scales=None), w_uv)
+        plan.plan_parts(latent, window._replace(scales=None), w_uv)
     odd = CuteMlaVar6PlusV5(b=2, s=2, t=300, h=4, n=100)
     with pytest.raises(InvalidArgumentError, match="window: expected a multiple of 64 for a ring"):
         odd.plan_parts(*ring_operands(odd))
@@ -280,7 +280,7 @@ def test_wrong_operands_are_named():
     plan, latent, window, w_uv = ring_plan()
     with pytest.raises(InvalidArgumentError, match="starts: expected"):
         starts = torch.zeros(3, dtype=torch.int32, device="meta")
-        plan.plan_parts(latent, replace(window, starts=starts), w_uv)
+        plan.plan_parts(latent, window._replace(starts=starts), w_uv)
     with pytest.raises(InvalidArgumentError, match="starts: expected none for a shared prefix"):
         plan._mixed(latent, window, w_uv, shared=True)
     with pytest.raises(InvalidArgumentError, match="latent: expected the tokens beside 128 of 300"):

@@ -41,28 +41,13 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     range_begins,
 )
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    CLUSTER,
-    ITEM_COST,
-    MERGE_COST,
-    Batch,
-    PackedQueries,
-    aligning_pays,
-    half_of,
-    range_position,
-    shortest_span,
-    span_step,
-    split_block,
-    split_step,
-    takes_turns,
-)
 from mla_var3.kernel.cute_python.mla.latent.records import MOST_SLOTS, Record, Total
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
 from .compile_once import as_written
 
 INT32_MAX = 2**31 - 1
-SPLIT_MOVES = ITEM_COST + 1
+SPLIT_MOVES = device.ITEM_COST + 1
 """KV blocks by which a split leaves its ideal place: down to an item's start, whose fixed cost is
 not divided, or up by one to the end of a pair."""
 
@@ -105,7 +90,7 @@ def part_spans(counts: list[int], begin: tuple[int, int], end: tuple[int, int]) 
         yield Span(item, first, last, split)
 
 
-def cost(group: Sequence[Span], item_cost: int = ITEM_COST) -> int:
+def cost(group: Sequence[Span], item_cost: int = device.ITEM_COST) -> int:
     """Length of a range on the line: an item's fixed cost lies at its start."""
     return sum(span.last - span.first + item_cost * (span.first == 0) for span in group)
 
@@ -125,7 +110,7 @@ def test_ranges_cover_every_block_once_and_in_order(lengths, shape):
     assert begins[-1] == (len(counts), 0)
     assert begins == sorted(begins)
     # Splits are inside the item, between pairs of KV blocks unless CTAs share none.
-    step = split_step(shape.group_ctas, shape.visits)
+    step = device.split_step(shape.group_ctas, shape.visits)
     assert step == (1 if shape.group_ctas == shape.visits == 1 else 2)
     assert all(block % step == 0 and (block == 0 or block < counts[item]) for item, block in begins)
     reached = [0] * len(counts)
@@ -167,20 +152,20 @@ def test_ranges_are_balanced(lengths, shape):
     one item each, and shorter ones would not do.
     """
     counts, groups = block_counts(lengths, shape.visits), shape.group_count
-    step = split_step(shape.group_ctas, shape.visits)
-    total = sum(count + ITEM_COST for count in counts)
+    step = device.split_step(shape.group_ctas, shape.visits)
+    total = sum(count + device.ITEM_COST for count in counts)
     found = spans(lengths, shape)
     costs = [cost(group) for group in found]
     assert sum(costs) == total
     span = aligned_span(counts, groups, step)
-    if takes_turns(max(counts), len(counts), groups, total):
-        assert max(costs) <= total // groups + MERGE_COST
+    if device.takes_turns(max(counts), len(counts), groups, total):
+        assert max(costs) <= total // groups + device.MERGE_COST
         assert partial_count(lengths, shape) == 0
     elif span:
         assert all(len(group) <= 1 for group in found)
         assert max(one.last - one.first for group in found for one in group) <= span
         assert span <= 1.05 * total / groups + 1 + step
-        shorter = span - span_step(shortest_span(sum(counts), groups, step), step)
+        shorter = span - device.span_step(device.shortest_span(sum(counts), groups, step), step)
         assert shorter * groups < sum(counts) or (
             sum(max(-(-count // shorter), 1) for count in counts) > groups
         )
@@ -205,21 +190,10 @@ def test_equal_items_are_split_evenly(blocks, tiles):
     found = spans([blocks * KV_BLOCK] * 16, shape)
     assert max(len(group) for group in found) == 1
     parts = [span for group in found for span in group]
-    step = split_step(tiles, 1)
+    step = device.split_step(tiles, 1)
     most = max(span.last - span.first for span in parts)
     least = -(-blocks // (shape.group_count // 16 * step)) * step
     assert least <= most <= least + least // 50
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(20, 300), st.lists(st.integers(-3, 3), min_size=16, max_size=16))
-def test_lengths_that_differ_little_are_split_as_evenly(blocks, differences):
-    """No CTA has more KV blocks than its share of the line, rounded up, and one, or 5 %."""
-    shape = GroupShape(1, 1, 132)
-    counts = [blocks + difference for difference in differences]
-    found = spans([count * KV_BLOCK for count in counts], shape)
-    most = max(sum(span.last - span.first for span in group) for group in found)
-    assert most <= -(-1.05 * sum(count + ITEM_COST for count in counts) // 132) + 1
 
 
 def test_ranges_of_different_lengths_have_one_item_each():
@@ -246,30 +220,31 @@ def test_few_tokens_are_not_split(t, split):
 @given(st.integers(0, INT32_MAX), st.integers(1, 512), st.data())
 def test_range_position_is_exact(total, groups, data):
     group = data.draw(st.integers(0, groups))
-    assert range_position(total, group, groups) == total * group // groups
+    assert device.range_position(total, group, groups) == total * group // groups
 
 
-class Int32Only(int):
-    """An integer that refuses any step of arithmetic whose result 32 bits cannot hold."""
+class Number(int):
+    """An Int32, of the host or of a lane; so are the results of arithmetic, which must fit."""
 
-    def __new__(cls, value: int) -> Int32Only:
+    def __new__(cls, value: int) -> Number:
         assert -INT32_MAX - 1 <= value <= INT32_MAX, f"{value} overflows 32 bits"
         return super().__new__(cls, value)
 
-    def __add__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) + other)
+    def to(self, kind: Any) -> Any:
+        return kind(self)
 
-    def __sub__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) - other)
 
-    def __mul__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) * other)
+def operation(name: str) -> Any:
+    def result(self: Number, *others: int) -> Number:
+        value = getattr(int, name)(self, *others)
+        return value if value is NotImplemented else Number(value)
 
-    def __floordiv__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) // other)
+    return result
 
-    def __mod__(self, other: int) -> Int32Only:
-        return Int32Only(int(self) % other)
+
+NAMES = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift", "and", "neg")
+for name in NAMES:
+    setattr(Number, f"__{name}__", operation(f"__{name}__"))
 
 
 LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_000)]
@@ -280,24 +255,26 @@ LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_00
 @pytest.mark.parametrize("groups", [1, 7, DEFAULT_SM_COUNT, MOST_SLOTS // 2])
 def test_no_step_overflows_for_the_largest_sizes(items, t, groups):
     blocks = -(-t // KV_BLOCK)
-    total = Int32Only((blocks + ITEM_COST) * items)
-    whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
-    assert whole == (-(-items // groups) * (blocks + ITEM_COST) <= total // groups + MERGE_COST)
+    total = Number((blocks + device.ITEM_COST) * items)
+    whole = device.takes_turns(Number(blocks), Number(items), Number(groups), total)
+    assert whole == (
+        -(-items // groups) * (blocks + device.ITEM_COST) <= total // groups + device.MERGE_COST
+    )
     if items <= groups:
-        span = shortest_span(total, Int32Only(groups), 2)
-        assert aligning_pays(Int32Only(span), total, Int32Only(groups), 2)
-        assert not aligning_pays(Int32Only(span) + span // 20 + 6, total, Int32Only(groups), 2)
+        span = device.shortest_span(total, Number(groups), 2)
+        assert device.aligning_pays(Number(span), total, Number(groups), 2)
+        assert not device.aligning_pays(Number(span) + span // 20 + 6, total, Number(groups), 2)
     for group in (0, 1, groups // 2, groups - 1, groups):
-        position = range_position(total, Int32Only(group), Int32Only(groups))
+        position = device.range_position(total, Number(group), Number(groups))
         assert position == int(total) * group // groups
-        local = position % (blocks + ITEM_COST)
+        local = position % (blocks + device.ITEM_COST)
         for step in (1, 2):
-            assert split_block(Int32Only(local), ITEM_COST, step) <= blocks + step - 1
+            assert device.split_block(Number(local), device.ITEM_COST, step) <= blocks + step - 1
 
 
 def test_the_overflow_check_sees_an_overflow():
     with pytest.raises(AssertionError, match="overflows"):
-        Int32Only(INT32_MAX) * 2
+        Number(INT32_MAX) * 2
 
 
 @settings(max_examples=150, deadline=None)
@@ -316,26 +293,6 @@ def test_partials_are_counted_as_they_are_made(lengths, shape):
 
 
 # --- the device's own code, a thread per lane -----------------------------------------------------
-
-
-class Number(int):
-    """An Int32 of a lane; results of arithmetic are such numbers too."""
-
-    def to(self, kind: Any) -> Any:
-        return kind(self)
-
-
-def operation(name: str) -> Any:
-    def result(self: Number, *others: int) -> Number:
-        value = getattr(int, name)(self, *others)
-        return value if value is NotImplemented else Number(value)
-
-    return result
-
-
-NAMES = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift", "and", "neg")
-for name in NAMES:
-    setattr(Number, f"__{name}__", operation(f"__{name}__"))
 
 
 class Real:
@@ -437,14 +394,14 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
     lengths = [Number(draw.randint(most // 2, most)) for _ in range(requests)]
     lengths[draw.randrange(requests)] = Number(draw.choice((0, most)))
     shape = GroupShape(draw.choice((1, 2)), draw.choice((1, 1, 3)), draw.choice((66, 132)))
-    if shape.group_count >= CLUSTER * requests * shape.visits:
-        shape = dataclasses.replace(shape, cluster_ctas=CLUSTER)
+    if shape.group_count >= device.CLUSTER * requests * shape.visits:
+        shape = dataclasses.replace(shape, cluster_ctas=device.CLUSTER)
     queries = 64 * shape.group_ctas * shape.visits
     counts = [draw.choice((0, 1, queries // 2, queries)) for _ in lengths]
     packed, items = None, None
     if seed % 3 == 0:
         begins = [Number(begin) for begin in itertools.accumulate(counts, initial=0)]
-        packed = PackedQueries(begins, queries, begins[-1], 1, shape.group_ctas * 64)
+        packed = device.PackedQueries(begins, queries, begins[-1], 1, shape.group_ctas * 64)
         items = [-(-count // (64 * shape.group_ctas)) for count in counts]
     ranges = list(itertools.pairwise(range_begins(lengths, shape, items)))
     kept = [
@@ -452,11 +409,11 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
         for n, c in zip(block_counts(lengths, 1), items or [shape.visits] * requests, strict=True)
         if c
     ]
-    total = sum((n + ITEM_COST) * c for n, c in kept)
-    turns = takes_turns(
+    total = sum((n + device.ITEM_COST) * c for n, c in kept)
+    turns = device.takes_turns(
         max((n for n, _ in kept), default=0), requests * shape.visits, shape.group_count, total
     )
-    batch = Batch(
+    batch = device.Batch(
         lengths, Number(requests), Number(shape.visits), Number(0), Number(1 << 30), None, packed
     )
     halves = in_halves(lengths, shape, items)
@@ -486,7 +443,7 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
 @pytest.mark.parametrize("step", [1, 2])
 def test_halves_of_an_item_have_all_its_blocks(step):
     for blocks in range(200):
-        half = half_of(blocks, step)
+        half = device.half_of(blocks, step)
         assert half % step == 0 and half <= blocks + 1
         first, second = min(blocks, half), max(blocks - half, 0)
         assert first + second == blocks and first - second < 2 * step
@@ -509,7 +466,7 @@ def test_halves_of_an_item_have_all_its_blocks(step):
 def test_halves_pay_where_they_use_most_sms_or_little_is_to_do(requests, heads, lengths, pays):
     """The shapes of docs/results/2026-11-17-nvidia-h200-cluster-rows.json, and extremes."""
     shape = group_shape(-(-heads // 64), requests, DEFAULT_SM_COUNT)
-    assert shape.cluster_ctas == CLUSTER
+    assert shape.cluster_ctas == device.CLUSTER
     short, longest = lengths
     mixed = [short + (longest - short) * i // max(requests - 1, 1) for i in range(requests)]
     if short == 64:

@@ -5,6 +5,7 @@ Without their decorators the functions of the tile scheduler are Python, see `te
 
 import itertools
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +33,6 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     ragged_tiles,
     range_begins,
 )
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    Batch,
-    PackedQueries,
-    SlidingWindow,
-    WorkRange,
-)
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
 from .compile_once import as_written
@@ -52,10 +47,7 @@ DEVICE_FUNCTIONS = {
     ranges: (
         "causal_limit", "tokens_of", "kv_blocks", "first_block", "packed_queries", "item_count",
     ),
-    device: (
-        "causal_limit", "window_begin", "tokens_of", "kv_blocks", "first_block", "packed_queries",
-        "divided", "work_tile_at",
-    ),
+    device: ("causal_limit", "window_begin", "divided", "work_tile_at"),
 }  # fmt: skip
 
 
@@ -73,6 +65,36 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "work_tile_at", device.work_tile_at)
     monkeypatch.setattr(records, "record_partial", as_written(records.record_partial))
     monkeypatch.setattr(records, "record_partials", as_written(records.record_partials))
+
+
+def scheduler_of(
+    own: ranges.WorkRange,
+    lengths: list[int],
+    begins: list[int] | None,
+    queries: int,
+    heads: int,
+    shape: GroupShape,
+    group: int = 0,
+    rank: int = 0,
+    **others: Any,
+) -> Scheduler:
+    """The scheduler of a CTA, causal over the whole cache unless other fields say otherwise."""
+    given = {
+        "total_lengths": None, "tree": None, "max_tokens": 1 << 20, "newest": 0, "causal": 1,
+        "shards": 1, "shard": 0, "window": None, "total_queries": begins[-1] if begins else queries,
+    }  # fmt: skip
+    return Scheduler(
+        range=own, lengths=lengths, query_begins=begins, queries=queries, heads=heads,
+        group_ctas=shape.group_ctas, visits=shape.visits, group=group, rank=rank,
+        **(given | others),
+    )  # fmt: skip
+
+
+def tiles_of(scheduler: Scheduler) -> Iterator[Any]:
+    tile = scheduler.first_tile()
+    while tile.valid:
+        yield tile
+        tile = scheduler.next_tile(tile)
 
 
 def visible(scheduler: Scheduler, tile: Any, row: int) -> int:
@@ -105,26 +127,27 @@ def test_a_row_sees_its_window_once(data):
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 9)))
     total_lengths = totals if shards > 1 or draw(st.booleans()) else None
-    sliding = SlidingWindow(window, queries, total_lengths, shards, shard)
-    batch = Batch(lengths, len(counts), shape.visits, 0, 2048, sliding)
+    sliding = ranges.SlidingWindow(window, queries, total_lengths, shards, shard)
+    batch = ranges.Batch(lengths, len(counts), shape.visits, 0, 2048, sliding)
     blocks = [ranges.kv_blocks(batch, r) for r in range(len(counts))]
-    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     halves, behind = draw(st.booleans()), len(counts) * shape.visits
     borders = range_begins([count * KV_BLOCK for count in blocks], shape, items)
-    parts = [WorkRange(*begin, *end, 1, 0, 1) for begin, end in itertools.pairwise(borders)]
+    parts = [ranges.WorkRange(*begin, *end, 1, 0, 1) for begin, end in itertools.pairwise(borders)]
     if halves:  # two groups share every item
-        parts = [WorkRange(g // 2, 0, behind, 0, behind, 0, 1, True) for g in range(2 * behind)]
+        parts = [
+            ranges.WorkRange(g // 2, 0, behind, 0, behind, 0, 1, True) for g in range(2 * behind)
+        ]
     seen: dict[tuple[int, int], int] = {}
     for group, part in enumerate(parts):
         for rank in range(ctas):
-            scheduler = Scheduler(
-                part, lengths, total_lengths, begins, None, queries,
-                begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
-                sliding, group, rank, halves,
+            scheduler = scheduler_of(
+                part, lengths, begins, queries, heads, shape, group, rank, causal=int(causal),
+                total_lengths=total_lengths, shards=shards, shard=shard, window=sliding,
+                clusters=halves, max_tokens=2048,
             )  # fmt: skip
-            tile = scheduler.first_tile()
-            while tile.valid:
+            for tile in tiles_of(scheduler):
                 request = tile.item // shape.visits
                 oldest = mask.row_begin(tile, 0, scheduler)
                 assert (tile.first + 1) * KV_BLOCK > oldest, "a KV block that no row sees"
@@ -135,7 +158,6 @@ def test_a_row_sees_its_window_once(data):
                     tokens = visible(scheduler, tile, row)
                     assert not own & tokens, "two splits see the same token"
                     seen[request, tile.row + row] = own | tokens
-                tile = scheduler.next_tile(tile)
     for request, count in enumerate(counts):
         for query in range(count):
             own = totals[request] - count + query
@@ -155,7 +177,7 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
     counts, visits = [1, 0, 4, 0, 0, 2, 0], 2000
     begins, heads = list(itertools.accumulate(counts, initial=0)), 128
     lengths = [640] * len(counts)
-    packed = PackedQueries(begins, 4, begins[-1], heads, 2 * ROWS)
+    packed = ranges.PackedQueries(begins, 4, begins[-1], heads, 2 * ROWS)
     assert [ranges.item_count(r, visits, packed) for r in range(len(counts))] == counts
     found, reads = [], []
 
@@ -165,14 +187,10 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
             return super().__getitem__(index)
 
     for begin in range(step):
-        scheduler = Scheduler(
-            WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1), lengths, None, Begins(begins),
-            None, 4, begins[-1], heads, 2048, 2, visits, 0, 1, 1, 0, None, 0, 1,
-        )  # fmt: skip
-        tile = scheduler.first_tile()
-        while tile.valid:
-            found.append((tile.item // visits, tile.row))
-            tile = scheduler.next_tile(tile)
+        own = ranges.WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1)
+        shape = GroupShape(2, visits, 1)
+        scheduler = scheduler_of(own, lengths, Begins(begins), 4, heads, shape, rank=1)
+        found += [(tile.item // visits, tile.row) for tile in tiles_of(scheduler)]
     wanted = [(r, (2 * i + 1) * ROWS) for r, count in enumerate(counts) for i in range(count)]
     assert sorted(found) == wanted
     assert len(reads) < 100
@@ -201,17 +219,15 @@ def test_balanced_items_have_all_work_tiles(group_ctas, t, splits):
             listed[i] = Number((request << balance.VISIT_BITS) + visit)
             if last < -(-lengths[request] // KV_BLOCK):
                 ends = i, last
-        own_range = WorkRange(0, own[0][1], *ends, 1, 0, 1, balanced=True)
+        own_range = ranges.WorkRange(0, own[0][1], *ends, 1, 0, 1, balanced=True)
         for rank in range(group_ctas):
-            scheduler = Scheduler(
-                own_range, lengths, None, begins, None, queries, begins[-1], heads, 1 << 20,
-                group_ctas, shape.visits, 0, 0, 1, 0, None, group, rank, False, listed,
+            scheduler = scheduler_of(
+                own_range, lengths, begins, queries, heads, shape, group, rank, causal=0,
+                taken=listed,
             )  # fmt: skip
-            tile = scheduler.first_tile()
-            while tile.valid:
+            for tile in tiles_of(scheduler):
                 piece = (tile.first, tile.last, tile.split)
                 found.setdefault((tile.request, tile.row), []).append(piece)
-                tile = scheduler.next_tile(tile)
     wanted = [(r, i * ROWS) for r, count in enumerate(tiles) for i in range(count)]
     assert sorted(found) == wanted
     for (request, _), pieces in found.items():
@@ -262,26 +278,24 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     tiles = -(-queries * heads // ROWS)
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 40)))
-    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
         for rank in range(ctas):
-            scheduler = Scheduler(
-                WorkRange(*begin, *end, 1, 0, 1), lengths, None, begins, None, queries, begins[-1],
-                heads, 4096, ctas, shape.visits, 0, int(causal), 1, 0, None, group, rank,
-            )  # fmt: skip
+            own = ranges.WorkRange(*begin, *end, 1, 0, 1)
+            scheduler = scheduler_of(
+                own, lengths, begins, queries, heads, shape, group, rank, causal=int(causal)
+            )
             recorded: dict[tuple[int, int], int] = {}
             cta = group * ctas + rank
             records.record_partials(recorded, cta, scheduler)
             written = {}
-            tile = scheduler.first_tile()
-            while tile.valid:
+            for tile in tiles_of(scheduler):
                 if tile.split:
                     slot = as_written(device.partial_slot)(tile, scheduler)
                     assert slot not in written and slot // 2 == cta
                     rows = min(tile.rows - tile.row, ROWS)
                     written[slot] = [tile.split, tile.base + tile.row, rows]
-                tile = scheduler.next_tile(tile)
             for slot in (2 * cta, 2 * cta + 1):
                 found = [recorded[slot, column] for column in records.Record]
                 assert found == written.get(slot, [0, *found[1:]])
@@ -331,15 +345,12 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
         for group, ((begin, end), (halves, splits, balances)) in enumerate(
             zip(borders, flags, strict=True)
         ):
-            own = WorkRange(
+            own = ranges.WorkRange(
                 *begin, *end, 1, draw(st.integers(0, 2**31 - 1)), 7, halves, splits,
                 balanced=balances,
             )  # fmt: skip
             for rank in range(shape.group_ctas):
-                scheduler = Scheduler(
-                    own, lengths, None, begins, None, queries, begins[-1], 16, 4096,
-                    shape.group_ctas, 3, 0, 1, 1, 0, None, group, rank,
-                )  # fmt: skip
+                scheduler = scheduler_of(own, lengths, begins, queries, 16, shape, group, rank)
                 cta = group * shape.group_ctas + rank
                 as_written(schedule.write_range)(memory, cta, scheduler)
                 found.append((cta, own, scheduler.first_tile()))
@@ -356,9 +367,6 @@ def test_a_schedule_holds_ranges_and_first_tiles(data):
 def test_small_launches_leave_l2_first(group_ctas, visits, total, first, monkeypatch):
     """Not those whose KV blocks several CTAs read, or many."""
     monkeypatch.setattr(producer, "Int64", int)
-    scheduler = Scheduler(
-        WorkRange(0, 0, 0, 0, 1, total, 1), [], None, None, None, 1, 1, 16, 64, group_ctas, visits,
-        0, 1, 1, 0, None, 0, 0,
-    )  # fmt: skip
-    policy = as_written(producer.kv_policy)(scheduler)
+    own, shape = ranges.WorkRange(0, 0, 0, 0, 1, total, 1), GroupShape(group_ctas, visits, 1)
+    policy = as_written(producer.kv_policy)(scheduler_of(own, [], None, 1, 16, shape))
     assert policy == (EVICT_FIRST if first else EVICT_NORMAL)

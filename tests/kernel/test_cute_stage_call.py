@@ -1,7 +1,7 @@
 """Stages that are kept by key: later calls get the pointers that a stage of their own would."""
 
 import functools
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,35 +26,23 @@ PLANS = {
 }
 
 
-class Launches:
-    """Stands for the GPU: records the pointers of each launch, by kernel."""
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-        self.addresses: list[tuple[str, tuple[int, ...]]] = []
-
-    def program_for(self, kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Any:
-        self.loaded.append(kernel_fn.__name__)
-        launches = self
-
-        class Program:
-            def repeated(self, *arguments: Any) -> Callable[..., None]:
-                def launch(*addresses: int) -> None:
-                    launches.addresses.append((kernel_fn.__name__, addresses))
-
-                return launch
-
-        return Program()
-
-
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    found = Launches()
-    monkeypatch.setattr(stage_call, "program_for", found.program_for)
+def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands for the GPU: the kernels that are loaded, and the pointers of each launch."""
+    found = SimpleNamespace(loaded=[], addresses=[])
+
+    def program_for(kernel_fn: Any, *others: Any) -> Any:
+        def launch(*addresses: int) -> None:
+            found.addresses.append((kernel_fn.__name__, addresses))
+
+        found.loaded.append(kernel_fn.__name__)
+        return SimpleNamespace(repeated=lambda *arguments: launch)
+
+    monkeypatch.setattr(stage_call, "program_for", program_for)
     monkeypatch.setattr(stage_call, "require_arch", lambda *arguments: None)
     CALL_STATE.clear()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(stage_call._Concurrent, "run", stage_call._Sequential.run)
+    monkeypatch.setattr(stage_call, "_at_once", lambda steps, _: stage_call._in_order(steps))
     return found
 
 
@@ -68,22 +56,16 @@ def plan_of(name: str, **fields: Any) -> Any:
 
 def pointers(stage: Any) -> list[tuple[str, tuple[int, ...]]]:
     """What a stage of its own would pass."""
-    found = []
-    alive = []  # addresses are compared after all are made
-    for kernel in stage.kernels():
-        arguments = kernel.args_fn(kernel.tiling)
-        alive.append(arguments)
-        found.append(
-            (
-                kernel.name,
-                tuple(
-                    0 if argument is None else argument.data_ptr()
-                    for argument in arguments
-                    if argument is None or isinstance(argument, Tensor)
-                ),
-            )
-        )
-    return found
+    # Addresses are compared after all are made.
+    alive = [(kernel.name, kernel.args_fn(kernel.tiling)) for kernel in stage.kernels()]
+    return [
+        (name, tuple(0 if x is None else x.data_ptr() for x in arguments if is_pointer(x)))
+        for name, arguments in alive
+    ]
+
+
+def is_pointer(argument: Any) -> bool:
+    return argument is None or isinstance(argument, Tensor)
 
 
 def test_operands_that_were_the_same_memory_once(launches):
@@ -206,7 +188,7 @@ def test_the_oldest_stage_is_evicted(launches, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_request_alone_is_launched_as_by_the_plan(monkeypatch, s, t, h, causal) -> None:
     """On keys and values with other strides: those inside of an engine's tensors."""
-    from mla_var3.kernel.cute_python.mla.decompressed import call
+    from mla_var3.kernel.cute_python.mla.decompressed import stage as call
     from mla_var3.kernel.cute_python.mla.latent import call as programs
 
     launched: list[Any] = []

@@ -19,7 +19,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
-from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split
+from mla_var3.kernel.cute_python.mla.mix.plan import SmSplit, balanced_split
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineTiling, row_tiles
 from mla_var3.op.compare import compare
 from mla_var3.op.cost import Cost
@@ -322,7 +322,7 @@ def test_splits_have_partials_and_one_split_needs_none():
     assert tuple(named["o_partial"].shape) == (3, 2, 2, 64, 128)
     assert named["o_partial"].dtype is torch.float32
     assert tuple(named["lse_partial"].shape) == (3, 2, 2, 64)
-    assert kernel.host_fn(split).partials
+    assert kernel.host_fn(split).partials and named["merge_ctas"] == 2 * 2 * 64  # no more than rows
     whole = DecompressedTiling(splits=1)
     named = named_arguments(kernel, whole)
     assert named["o_partial"] is None and named["lse_partial"] is None
@@ -339,13 +339,18 @@ def test_splits_have_partials_and_one_split_needs_none():
         (DecompressedTiling(pairing="rows"), "pairing: expected heads, tiles or nothing, got"),
         (DecompressCombineTiling(-1), "head_ctas: expected 0 to 2"),
         (DecompressCombineTiling(3), "head_ctas: expected 0 to 2"),
+        (FlashMLATiling(group_ctas=-1), "group_ctas: expected 0 to 100 (tiles of 64 rows), got -1"),
+        (FlashMLATiling(group_ctas=101), "group_ctas: expected 0 to 100"),
+        (FlashMLATiling(sms=-1), "sms: expected 0 to 132"),
+        (FlashMLATiling(sms=133), "sms: expected 0 to 132 (SMs of the device), got 133"),
     ],
     ids=str,
 )
 def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling, message):
     kernel = kernels(make("flash_attention"))["decompressed_attention"]
-    if isinstance(tiling, DecompressCombineTiling):
-        kernel = kernels(make("mla_var6_plus", s=100, n=100))["decompress_combine"]
+    if not isinstance(tiling, DecompressedTiling):
+        latent, _, combine = stage_of(make("mla_var6_plus", s=100, n=100)).kernels()
+        kernel = latent if isinstance(tiling, FlashMLATiling) else combine
         assert row_tiles(200) == 2
     with pytest.raises(HyperMlaError, match=re.escape(message)):
         kernel.compile("sm_90", tiling)
@@ -370,6 +375,14 @@ def test_the_lse_is_that_of_the_latent_part_when_it_is_alone():
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
+        (
+            "flash_mla",
+            {"k": 384},
+            "(k, p): expected (512, 64) or (512, 0) or (256, 64)",
+        ),
+        ("flash_mla", {"p": 32}, "(256, 32), got (512, 32)"),
+        ("flash_mla", {"page": 100}, "page: expected a multiple of 64, or 0, got 100"),
+        ("flash_mla", {"page": -64}, "page: expected a multiple of 64, or 0, got -64"),
         ("flash_attention", {"p": 32}, "(d, p, v): expected (128, 64, 128) or (192, 64, 256)"),
         ("flash_attention", {"v": 96}, "or (64, 32, 64), got (128, 64, 96)"),
         ("mla_var6_plus", {"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
@@ -385,6 +398,7 @@ def test_a_wrong_size_is_named(name, fields, message):
 
 
 NAMES = {
+    "flash_mla": ("q_latent", "q_rope", "latent", "rope", "lengths", "table"),
     "flash_attention": INPUT_NAMES["flash_attention"],
     "mla_var6_plus": INPUT_NAMES["mla_var6_plus"],
     "mla_var6_plus_v5": (
@@ -399,6 +413,7 @@ NAMES = {
 
 
 OWN: dict[str, dict[str, Any]] = {
+    "flash_mla": {"page": 64},
     "flash_attention": {},
     "mla_var6_plus": {"n": 100},
     "mla_var6_plus_v5": {"n": 100},
@@ -412,14 +427,23 @@ def test_a_wrong_tensor_is_named(name):
     inputs = dict(zip(NAMES[name], plan.prepare_inputs("meta"), strict=True))
     for argument, right in inputs.items():
         longer = torch.empty((*right.shape, 1), device="meta", dtype=right.dtype)
-        for wrong, expected in ((longer, ""), (right.to(torch.float64), "dtype")):
+        elsewhere = torch.empty(right.shape, dtype=right.dtype)
+        wrongs = [(longer, ""), (right.to(torch.float64), ".*float64")]
+        if name.startswith("flash") and argument != NAMES[name][0]:  # the first says where
+            wrongs.append((elsewhere, "a tensor on meta, got one on cpu"))
+        for wrong, expected in wrongs:
             with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected {expected}"):
                 plan.plan(*{**inputs, argument: wrong}.values())
+    if name == "flash_mla":
+        by_columns = inputs["table"].t().contiguous().t()
+        with pytest.raises(InvalidArgumentError, match="^table: expected int32 with stride 1"):
+            plan.plan(*{**inputs, "table": by_columns}.values())
 
 
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
+        *(("flash_mla", name) for name in ("q_latent", "q_rope")),
         *(("mla_var6_plus", name) for name in ("q_nope", "q_rope", "q_latent", "w_uv")),
         *(("mla_var6_plus_v5", name) for name in ("keys", "values", "scales")),
     ],

@@ -1,6 +1,5 @@
 """Whole calls in CuTe DSL without a GPU: what is launched, with which arguments."""
 
-import ctypes
 import re
 from typing import Any
 
@@ -25,13 +24,12 @@ from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_co
 from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import columns_for
 from mla_var3.runtime.cute.arguments import kinds_of
-from mla_var3.runtime.cute.launch import CuteProgram
 from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import whole_launch
 from .compile_once import HOST
-from .noted_calls import Calls, fp8_parts, note_calls
+from .noted_calls import Calls, fp8_parts, named, note_calls, recorded_launch
 from .noted_calls import meta_call as call
 from .noted_launch import SMS
 from .test_cute_compile import held_bytes
@@ -49,24 +47,18 @@ def test_blocks_of_the_queries_product(queries, heads):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "columns"),
+    ("rows", "heads", "v", "columns"),
     [
-        (1, 1, 32), (1, 16, 32), (128, 16, 32), (129, 16, 128), (64, 33, 32), (64, 34, 64),
-        (1, 66, 64), (1, 67, 128), (1, 128, 128),
+        (1, 1, 128, 32), (1, 16, 128, 32), (128, 16, 128, 32), (129, 16, 128, 128),
+        (64, 33, 128, 32), (64, 34, 128, 64), (1, 66, 128, 64), (1, 67, 128, 128),
+        (1, 128, 128, 128), (1, 8, 256, 32), (1, 64, 256, 128), (200, 8, 256, 128),
+        (1, 40, 64, 32), (200, 1, 64, 64),
     ],
 )  # fmt: skip
-def test_columns_of_an_output_block(rows, heads, columns):
+def test_columns_of_an_output_block(rows, heads, v, columns):
     """As many blocks as there are SMs, and parts only where the weights are what is read."""
-    assert columns_for(rows, heads, SMS) == columns
-    assert columns == 128 or heads * (128 // columns) <= SMS
-
-
-@pytest.mark.parametrize(
-    ("rows", "heads", "v", "columns"),
-    [(1, 8, 256, 32), (1, 64, 256, 128), (200, 8, 256, 128), (1, 40, 64, 32), (200, 1, 64, 64)],
-)
-def test_columns_of_an_output_block_at_other_widths(rows, heads, v, columns):
     assert columns_for(rows, heads, SMS, v) == columns
+    assert columns == min(v, 128) or heads * (v // columns) <= SMS
 
 
 @pytest.fixture
@@ -83,22 +75,11 @@ def test_one_launch_has_what_all_kernels_need(calls):
     assert launch.workspace == {"q_latent": 2 * 3 * 2 * 64 * 512, "o_latent": 2 * 3 * 2 * 64 * 512}
     ((name, arguments),) = calls
     assert name == "flash_mla"
-    named = dict(zip(WHOLE_FIELDS, arguments, strict=True))
+    given = named(WHOLE_FIELDS, arguments)
     for group in (projections, operands):
-        assert all(named[name] is value for name, value in group._asdict().items())
-    sizes = ProjectionSizes(*(named[name] for name in ProjectionSizes._fields))
-    assert sizes == (6, min(64 * 4, 3 * SMS), 1, 64) and named["heads"] == 64
-
-
-def test_programs_by_what_they_are_compiled_for(calls):
-    for b, s, h in ((1, 1, 128), (7, 3, 128), (2, 9, 128), (1, 2, 16), (200, 2, 16)):
-        whole_call.attend(*call(b, s, h))
-    assert len(latent_call._programs) == 1
-    whole_call.attend(*call(1, 1, 16))  # few rows
-    table = torch.empty((2, 4), dtype=torch.int32, device="meta")
-    whole_call.attend(*call(2, 1, 128, block_table=table))
-    whole_call.attend(*call(2, 1, 128, empty_positive=True))
-    assert len(latent_call._programs) == 4
+        assert all(given[name] is value for name, value in group._asdict().items())
+    sizes = ProjectionSizes(*(given[name] for name in ProjectionSizes._fields))
+    assert sizes == (6, min(64 * 4, 3 * SMS), 1, 64) and given["heads"] == 64
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS)
@@ -110,9 +91,9 @@ def test_8_bit_caches_have_their_kernel_between_the_same_projections(fmt, calls)
     assert launch is not None and list(launch.workspace) == ["q_latent", "o_latent"]
     ((name, arguments),) = calls
     assert name == "latent_fp8"
-    named = dict(zip(WHOLE_FIELDS, arguments, strict=True))
+    given = named(WHOLE_FIELDS, arguments)
     for group in (projections, operands):
-        assert all(named[name] is value for name, value in group._asdict().items())
+        assert all(given[name] is value for name, value in group._asdict().items())
     for s, h in ((4, 16), (1, 128), (9, 128)):  # one program for all that fills 64 rows
         whole_call.attend(*call(2, s, h, **cache))
     assert len(latent_call._programs) == 1
@@ -165,23 +146,12 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch):
     monkeypatch.setattr(latent_call, "partials_for", lambda *given: partials)
     arguments = whole_launch.arguments("meta", *SIZES[0])
     tensors = [
-        name for name, value in zip(WHOLE_FIELDS, arguments, strict=True)
+        name for name, value in named(WHOLE_FIELDS, arguments).items()
         if isinstance(value, torch.Tensor) and name not in Partials._fields
     ]  # fmt: skip
-    seen: list[dict[str, int]] = []
-
-    def entry(packed: Any) -> None:
-        """Reads what the compiled host function would: no parameter for absent arguments."""
-        present = [
-            name for name, value in zip(WHOLE_FIELDS, arguments, strict=True) if value is not None
-        ]  # fmt: skip
-        cells = {name: packed[cell] for cell, name in enumerate((*present, "stream"))}
-        wanted = (*tensors, *Partials._fields, "stream")
-        seen.append({n: ctypes.c_uint64.from_address(cells[n]).value for n in wanted})
-
-    repeated = CuteProgram("flash_mla", kinds_of(arguments), 0, entry).repeated(*arguments)
+    repeated, seen = recorded_launch(WHOLE_FIELDS, arguments)
     workspace = {"q_latent": 1024, "o_latent": 2048}
-    launch = whole_call.LatentLaunch(
+    launch = latent_call.LatentLaunch(
         repeated, torch.device("cuda", 0), SMS, WHOLE_FIELDS, workspace
     )
     pointers = {name: 16 * place for place, name in enumerate(tensors, 1)} | workspace

@@ -35,11 +35,9 @@ from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.cute import cache as cute_cache
 from mla_var3.runtime.cute.arguments import Int64Arg
-from mla_var3.runtime.paths import KernelId
 
 REAL = os.environ.get(checkout.VARIABLE)
 NEW, OLD = checkout.PLACES.values()
-NAME = KernelId("cutlass_mla_decode", 0, "cute-dsl", "mla")
 RATES = (2000.0, 7000.0)
 
 HELPERS = "SPLITS = 3\n"
@@ -53,11 +51,11 @@ seen = []
 
 
 class {name}:
-    def __init__({init}):
+    def __init__({__init__}):
         self.page_size, self.clusters = page_size, max_active_clusters
 
     @cute.jit
-    def __call__({call}):
+    def __call__({__call__}):
         tensors = dict(q_latent=q_latent, q_rope=q_rope, c_latent=c_latent, c_rope=c_rope)
         tensors.update(page_table=page_table, o=o, lse=lse, cache_seqs=cache_seqs)
         found = dict()
@@ -72,42 +70,28 @@ class {name}:
         lse[0, 0, 0] = cutlass.Float32(split_kv + SPLITS)
 
     @staticmethod
-    def can_implement({can}):
+    def can_implement({can_implement}):
         return K < 5000
 
     @staticmethod
-    def get_split_kv({split}):
+    def get_split_kv({get_split_kv}):
         return min(SPLITS, max_active_blocks)
 
     @staticmethod
-    def get_workspace_size({size}):
+    def get_workspace_size({get_workspace_size}):
         return 0 if split_kv == 1 else B * H * S * split_kv * (D + 1) * acc_dtype.width // 8
 """
 
 
-def example_source(place: Path, **changed: str) -> str:
-    """An example with the interface that the plan relies on, or a changed one."""
-    wanted = {
-        key: ", ".join(checkout.PARAMETERS[name].split())
-        for key, name in {
-            "init": "__init__",
-            "call": "__call__",
-            "can": "can_implement",
-            "split": "get_split_kv",
-            "size": "get_workspace_size",
-        }.items()
-    }
-    package = ".".join(place.parent.parts)
-    return EXAMPLE.format(**{"package": package, "name": checkout.CLASS, **wanted, **changed})
-
-
 def make_checkout(folder: Path, place: Path = NEW, helpers: str = HELPERS, **changed: str) -> Path:
-    path = folder / checkout.EXAMPLES / place
-    path.parent.mkdir(parents=True)
-    path.write_text(example_source(place, **changed))
+    """A checkout whose example has the interface that the plan relies on, or a changed one."""
+    wanted = {name: ", ".join(names.split()) for name, names in checkout.PARAMETERS.items()}
+    wanted |= {"package": ".".join(place.parent.parts), "name": checkout.CLASS}
+    path, pins = folder / checkout.EXAMPLES / place, folder / "python" / "CuTeDSL"
+    for each in (path.parent, pins):
+        each.mkdir(parents=True)
+    path.write_text(EXAMPLE.format(**wanted | changed))
     (path.parent / "mla_helpers.py").write_text(helpers)
-    pins = folder / "python" / "CuTeDSL"
-    pins.mkdir(parents=True)
     (pins / "requirements.txt").write_text("# what it needs\nnvidia-cutlass-dsl==4.9.7\n")
     return folder
 
@@ -191,7 +175,10 @@ def test_a_failing_import_restores_too_and_names_the_release(fake):
     ("changed", "said"),
     [
         ({"name": "Renamed"}, f"no class {checkout.CLASS}"),
-        ({"split": "B, S, max_active_blocks"}, r"get_split_kv\(B S max_active_blocks\) instead of"),
+        (
+            {"get_split_kv": "B, S, max_active_blocks"},
+            r"get_split_kv\(B S max_active_blocks\) instead of",
+        ),
     ],
 )
 def test_a_changed_example_is_refused(tmp_path, changed, said):
@@ -314,8 +301,8 @@ def test_the_strides_lead_to_the_elements(fake):
 
 @pytest.mark.parametrize(("splits", "workspace"), [(1, False), (2, True)])
 def test_it_compiles_with_tensors_in_the_modes_of_the_example(fake, splits, workspace):
-    plan = CutlassMlaDecodeKernel(b=2, t=1000, page=64, cutlass_dir=str(fake))
-    stage: Any = plan.copy(tiling=CutlassMlaDecodeTiling(splits=splits)).plan_empty(*RATES)
+    tiling = CutlassMlaDecodeTiling(splits=splits)
+    stage = empty(b=2, t=1000, page=64, cutlass_dir=str(fake), tiling=tiling)
     compiled = stage.compile("sm_100")
     assert compiled.target == "sm_100a" and compiled.cubin[:4] == b"\x7fELF"
     found = sys.modules[checkout.load_example(fake).cls.__module__].seen[-1]
@@ -326,15 +313,10 @@ def test_it_compiles_with_tensors_in_the_modes_of_the_example(fake, splits, work
     assert set(types.values()) == {"Float16"}
     shapes = {name: layout.partition(":")[0] for name, (_, layout) in found.items()}
     assert shapes == {
-        "q_latent": "(?,512,?,?)",
-        "q_rope": "(?,64,?,?)",
-        "c_latent": "(64,512,?)",
-        "c_rope": "(64,64,?)",
-        "page_table": "(?,?)",
-        "o": "(?,512,?,?)",
-        "lse": "(?,?,?)",
+        "q_latent": "(?,512,?,?)", "q_rope": "(?,64,?,?)", "c_latent": "(64,512,?)",
+        "c_rope": "(64,64,?)", "page_table": "(?,?)", "o": "(?,512,?,?)", "lse": "(?,?,?)",
         "cache_seqs": "?",
-    }
+    }  # fmt: skip
     for name in ("q_latent", "q_rope", "c_latent", "c_rope", "o"):
         assert found[name][1].partition(":")[2].split(",")[1] == "1", "columns are contiguous"
 

@@ -140,7 +140,7 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
 
 
 def _attend_on_gpu(*operands: Tensor, causal: bool, scale: float) -> None:
-    from mla_var3.kernel.cute_python.mla.decompressed.call import attend_request
+    from mla_var3.kernel.cute_python.mla.decompressed.stage import attend_request
 
     attend_request(*operands, causal=causal, scale=scale)
 

@@ -11,20 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
-    WEIGHT_BITS,
-    clear_columns,
-    clear_dropped,
-)
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_rows import (
-    MMA_DEPTH_8,
-    clear_scales,
-    divide_rows,
-    load_queries_by_row,
-    round_weights_by_row,
-    scale_scores,
-    softmax_by_row,
-)
+from mla_var3.kernel.cute_python.mla.decompressed import fp8_few, fp8_rows
 from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
     place_of,
@@ -34,6 +21,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
     warpgroup_rows,
     work_tile_at,
 )
+from mla_var3.kernel.cute_python.mla.hopper import warps
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     KV_BLOCK,
     LN_2,
@@ -53,13 +41,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     two_rows,
     update_max,
 )
-from mla_var3.kernel.cute_python.mla.hopper.warps import (
-    fence_and_sync_warpgroup,
-    keep_order,
-    release,
-    sync_warpgroup,
-)
-from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
+from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths, row_places
 
 
 @dataclass(frozen=True)
@@ -100,18 +82,9 @@ class Consumer:
     """What the consumer warpgroups of a CTA work with.
 
     Attributes:
-        mma: the products.
         shared: keys, values (columns first), rope keys and scales of all stages.
-        pipeline: the stages.
-        queries: what they read from global memory.
-        outputs: what they write.
-        scale_log2e: softmax scale times log2 e.
-        cta, ctas: which of the persistent CTAs this is.
-        scheduler: the work tiles.
-        dtype: of queries and output; constant.
         fp8: whether keys and values have 8 bits; constant.
         partials: whether the outputs are partials, in float32; constant.
-        widths: those of the heads; constant.
     """
 
     mma: Mmas
@@ -149,19 +122,20 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Registers of a thread's softmax over its two rows.
+    """Where a thread is, and the registers of its softmax over two rows.
 
     Attributes:
-        s: scores, replaced by probabilities.
-        rope: accumulator of the rope part of the scores, where it is apart (8 bits).
+        t, lane, group: its number in the warpgroup and in its warp, and the warpgroup.
+        row0: its first row in the warpgroup's; the other is 8 behind.
         exponents: those of the value scales (8 bits).
-        sums: sums of this thread's probabilities.
-        top: running maximum per row.
-        scale: factor by which to rescale earlier results of a row.
         q_scale: scales of the query rows; 1 in 16 bits.
         limits: the first token that a row does not see.
     """
 
+    t: Any
+    lane: Any
+    group: Any
+    row0: Any
     s: Any
     rope: Any
     exponents: Any
@@ -215,8 +189,8 @@ def compute(consumer: cutlass.Constexpr):
     )
     if const_expr(fp8):
         acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
-        q = operand(widths.d // MMA_DEPTH_8, Float8E4M3FN, 4)
-        p = operand(KV_BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
+        q = operand(widths.d // fp8_rows.MMA_DEPTH_8, Float8E4M3FN, 4)
+        p = operand(KV_BLOCK // fp8_rows.MMA_DEPTH_8, Float8E4M3FN, 4)
     else:
         if const_expr(consumer.shared_queries):
             q = qk_mma.make_fragment_A(thr_qk.partition_A(given.shared_nope))
@@ -229,22 +203,22 @@ def compute(consumer: cutlass.Constexpr):
     q_scale.fill(1.0)
     exponents = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32)
     limits = cute.make_rmem_tensor(2, Int32)
-    state = Softmax(two_rows(acc_s, kv_block), acc_r, exponents, sums, top, scale, q_scale, limits)
+    state = Softmax(
+        t, lane, group, row0, two_rows(acc_s, kv_block), acc_r, exponents, sums, top, scale,
+        q_scale, limits,
+    )  # fmt: skip
     nope = ScoreProduct(qk_mma, acc_s, q, f_k)
     rope = ScoreProduct(rope_mma, acc_r, q_rope, f_r)
-    fresh = kv_block > KV_BLOCK
     stage = Int32(0)
     phase = Int32(0)
     # Queries and first scores of a work tile come while the results of the one before are written.
     index = consumer.cta
     tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
     own = rows_at(tile, group, row0, scheduler)
-    fetch_queries(q, q_rope, q_scale, consumer, own, row0, lane, group)
+    fetch_queries(q, q_rope, state, consumer, own)
     if index < scheduler.work_tiles:
-        start_scores(
-            nope, rope, shared.scales, pipeline, stage, phase, stage_head,
-            tile.tokens - tile.first * kv_block, t, group, fp8, fresh,
-        )  # fmt: skip
+        valid = tile.tokens - tile.first * kv_block
+        start_scores(nope, rope, state, consumer, stage, phase, stage_head, valid)
         warpgroup.wait_group(0)
     while index < scheduler.work_tiles:
         acc_o.fill(0.0)
@@ -258,8 +232,8 @@ def compute(consumer: cutlass.Constexpr):
         # The products' operands are used up in between, so one set of registers serves all blocks.
         token = tile.first * kv_block
         slot = stage * pipeline.heads + stage_head
-        softmax(state, consumer, slot, token, lowest, lane, tile)
-        release(pipeline.keys_empty(stage), lane)
+        softmax(state, consumer, slot, token, lowest, tile)
+        warps.release(pipeline.keys_empty(stage), lane)
         round_weights(p, acc_s, dtype, fp8)
         for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
             token = block * kv_block
@@ -271,7 +245,7 @@ def compute(consumer: cutlass.Constexpr):
                 if tile.dropped > 0:
                     cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
                     if const_expr(fp8):
-                        clear_dropped(
+                        fp8_few.clear_dropped(
                             shared.values, v_slot, token - KV_BLOCK, t, group, tile, scheduler
                         )
                     else:
@@ -279,40 +253,38 @@ def compute(consumer: cutlass.Constexpr):
                         clear_places(
                             held, token - KV_BLOCK, t, warpgroup_barrier(group), tile, scheduler
                         )
-            start_scores(
-                nope, rope, shared.scales, pipeline, stage, phase, slot, tile.tokens - token, t,
-                group, fp8, fresh,
-            )  # fmt: skip
+            valid = tile.tokens - token
+            start_scores(nope, rope, state, consumer, stage, phase, slot, valid)
             cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
             # Registers do not hold a softmax beside a product of 256 columns in flight.
             warpgroup.wait_group(0 if const_expr(widths.shared_queries) else 1)
             if const_expr(not fp8):
-                release(pipeline.keys_empty(stage), lane)
-            softmax(state, consumer, slot, token, lowest, lane, tile)
+                warps.release(pipeline.keys_empty(stage), lane)
+            softmax(state, consumer, slot, token, lowest, tile)
             if const_expr(fp8):  # the scales have come with the keys
-                release(pipeline.keys_empty(stage), lane)
+                warps.release(pipeline.keys_empty(stage), lane)
             else:  # in 8 bits the order makes no difference
-                keep_order(sums[0] + sums[1])
+                warps.keep_order(sums[0] + sums[1])
             warpgroup.wait_group(0)
-            release(pipeline.values_empty(v_stage), lane)
+            warps.release(pipeline.values_empty(v_stage), lane)
             rescale_if_needed(o, scale)
             round_weights(p, acc_s, dtype, fp8)
         index += consumer.ctas
         next_tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
         next_own = rows_at(next_tile, group, row0, scheduler)
-        fetch_queries(q, q_rope, q_scale, consumer, next_own, row0, lane, group)
+        fetch_queries(q, q_rope, state, consumer, next_own)
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
         if const_expr(scheduler.ring):
             if tile.dropped > 0:
                 if const_expr(fp8):
-                    clear_dropped(shared.values, slot, token, t, group, tile, scheduler)
+                    fp8_few.clear_dropped(shared.values, slot, token, t, group, tile, scheduler)
                 else:
                     held = values_by_row[(None, None, slot)]
                     clear_places(held, token, t, warpgroup_barrier(group), tile, scheduler)
         if token + kv_block > tile.tokens:
             if const_expr(fp8):
-                clear_columns(shared.values, slot, tile.tokens - token, t, group)
+                fp8_few.clear_columns(shared.values, slot, tile.tokens - token, t, group)
             else:
                 valid = cutlass.max(tile.tokens - token, 0)
                 clear_rows(
@@ -323,18 +295,16 @@ def compute(consumer: cutlass.Constexpr):
         stage, phase = pipeline.after(stage, phase)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
-        release(pipeline.values_empty(v_stage), lane)
+        warps.release(pipeline.values_empty(v_stage), lane)
         # Behind the last work tile too, with zeros: the assembler would wait for a product that
         # is issued on one path only.
         slot = stage * pipeline.heads + stage_head
         valid = next_tile.tokens - next_tile.first * kv_block
-        start_scores(
-            nope, rope, shared.scales, pipeline, stage, phase, slot, valid, t, group, fp8, fresh
-        )
+        start_scores(nope, rope, state, consumer, stage, phase, slot, valid)
         start = own.start
         if const_expr(consumer.partials):
             start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
-        finish(o, state, consumer, start, row0, own, lane, tile)
+        finish(o, state, consumer, start, own, tile)
         warpgroup.wait_group(0)
         tile = next_tile
         own = next_own
@@ -344,41 +314,29 @@ def compute(consumer: cutlass.Constexpr):
 def start_scores(
     nope: cutlass.Constexpr,
     rope: cutlass.Constexpr,
-    scales: cutlass.Constexpr,
-    pipeline: cutlass.Constexpr,
+    state: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     stage: Int32,
     phase: Int32,
     slot: Int32,
     valid: Int32,
-    t: Int32,
-    group: Int32,
-    fp8: cutlass.Constexpr,
-    fresh: cutlass.Constexpr,
 ):
     """Issue the scores of a KV block, once its keys have arrived; does not wait for them.
 
-    Args:
-        nope, rope: the two products, `ScoreProduct`.
-        scales: those of keys and values in 8 bits.
-        pipeline: the stages.
-        stage, phase, slot: where the block is.
-        valid: tokens of the block that exist, or more.
-        t, group: this thread and its warpgroup.
-        fp8: whether keys and values have 8 bits.
-        fresh: whether the result gets registers of its own. The first product overwrites it; the
-            assembler takes it for an operand all the same, keeps the old scores beside the
-            probabilities made of them, and has too few registers for blocks of more than 64 tokens.
-            Zeros free them, and cost no instruction.
+    `valid` are the tokens of the block that exist, or more.
     """
-    cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
-    if const_expr(fp8):
+    cute.arch.mbarrier_wait(consumer.pipeline.keys_full(stage), phase)
+    if const_expr(consumer.fp8):
         if valid < KV_BLOCK:
-            clear_scales(scales, slot, valid, t, group)
-    if const_expr(fresh):
+            fp8_rows.clear_scales(consumer.shared.scales, slot, valid, state.t, state.group)
+    if const_expr(consumer.scheduler.kv_block > KV_BLOCK):
+        # The first product overwrites the result; the assembler takes it for an operand all the
+        # same, keeps the old scores beside the probabilities made of them, and has too few
+        # registers for blocks of more than 64 tokens. Zeros free them, and cost no instruction.
         nope.acc.fill(0.0)
     multiply_queries(nope.mma, nope.acc, nope.queries, nope.keys, slot)
     if const_expr(rope.queries is not None):
-        multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, fp8)
+        multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, consumer.fp8)
     warpgroup.commit_group()
 
 
@@ -416,35 +374,33 @@ def rows_at(
 def fetch_queries(
     q: cute.Tensor,
     q_rope: cutlass.Constexpr,
-    q_scale: cute.Tensor,
+    state: cutlass.Constexpr,
     consumer: cutlass.Constexpr,
     own: cutlass.Constexpr,
-    row0: Int32,
-    lane: Int32,
-    group: Int32,
 ):
     """Load the queries of a thread's two rows to where the first products read them."""
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
     given, d, p = consumer.queries, consumer.widths.d, consumer.widths.p
+    group, dtype = state.group, consumer.dtype
     nope = given.nope + own.start * d
     if const_expr(consumer.shared_queries):
-        sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
+        warps.sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
         target = given.shared_nope[(None, None, group)]
-        copy_queries(target, nope, d, row0, rows, heads, lane)
+        copy_queries(target, nope, d, rows, heads, state)
         if const_expr(p > 0):
             rope = given.rope + own.start * p
             target = given.shared_rope[(None, None, group)]
-            copy_queries(target, rope, p, row0, rows, heads, lane)
-        fence_and_sync_warpgroup(warpgroup_barrier(group))
+            copy_queries(target, rope, p, rows, heads, state)
+        warps.fence_and_sync_warpgroup(warpgroup_barrier(group))
     else:
         if const_expr(p > 0):
             rope = given.rope + own.start * p
-            load_queries(q_rope, rope, p, row0, rows, heads, lane)
+            load_queries(q_rope, rope, p, rows, heads, state)
         if const_expr(consumer.fp8):
-            load_queries_by_row(q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype)
-            divide_rows(q_rope, q_scale, consumer.dtype)
+            fp8_rows.load_queries_by_row(q, q_rope, nope, rows, heads, state, dtype)
+            fp8_rows.divide_rows(q_rope, state.q_scale, dtype)
         else:
-            load_queries(q, nope, d, row0, rows, heads, lane)
+            load_queries(q, nope, d, rows, heads, state)
 
 
 def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
@@ -459,13 +415,12 @@ def load_queries(
     target: cute.Tensor,
     source: cute.Pointer,
     columns: cutlass.Constexpr,
-    row0: Int32,
     rows: cutlass.Constexpr,
     heads: Int32,
-    lane: Int32,
+    state: cutlass.Constexpr,
 ):
     """Load two rows into the registers of an operand A; zeros for rows that do not exist."""
-    words = cute.recast_tensor(target, Int32)
+    words, row0, lane = cute.recast_tensor(target, Int32), state.row0, state.lane
     for k in cutlass.range_constexpr(columns // MMA_DEPTH):
         for half in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
@@ -483,25 +438,14 @@ def copy_queries(
     target: cute.Tensor,
     source: cute.Pointer,
     columns: cutlass.Constexpr,
-    row0: Int32,
     rows: cutlass.Constexpr,
     heads: Int32,
-    lane: Int32,
+    state: cutlass.Constexpr,
 ):
-    """Copy two rows to shared memory, with the other threads of the rows; zeros for missing ones.
-
-    Args:
-        target: [64, columns] in shared memory.
-        source: the first element of row 0.
-        columns: of a row.
-        row0: this thread's first row; the other is 8 behind.
-        rows: whether they exist.
-        heads: distance of two rows in memory, in rows.
-        lane: this thread's lane.
-    """
+    """Copy two rows to shared memory, with the other threads of the rows; zeros for absent ones."""
     for i in cutlass.range(columns // 32, unroll=1):
         for r in cutlass.range_constexpr(2):
-            row, chunk = row0 + 8 * r, i * 4 + lane % 4
+            row, chunk = state.row0 + 8 * r, i * 4 + state.lane % 4
             eight = cute.make_rmem_tensor(8, target.element_type)
             eight.fill(0.0)
             if rows[r]:
@@ -559,24 +503,18 @@ def softmax(
     slot: Int32,
     token: Int32,
     lowest: Int32,
-    lane: Int32,
     tile: cutlass.Constexpr,
 ):
     """Scores of a KV block to probabilities, relative to a running maximum.
 
     Args:
-        state: `Softmax`, updated.
-        consumer: `Consumer`.
         slot: where the block's head is in shared memory.
-        token: first token of the block.
         lowest: the first token that some row of the warp does not see.
-        lane: this thread's lane.
-        tile: the work tile.
     """
-    scheduler = consumer.scheduler
+    scheduler, lane = consumer.scheduler, state.lane
     if const_expr(consumer.fp8):
         rope = two_rows(state.rope, KV_BLOCK)
-        scale_scores(state.s, rope, state.exponents, consumer.shared.scales, slot, lane)
+        fp8_rows.scale_scores(state.s, rope, state.exponents, consumer.shared.scales, slot, lane)
     if const_expr(scheduler.ring):
         if tile.dropped > 0 or places_end(token, tile, scheduler) > lowest:
             mask_places(state.s, token, state.limits, lane, tile, scheduler)
@@ -585,10 +523,7 @@ def softmax(
     elif token + scheduler.kv_block > lowest:
         mask_scores(state.s, token, state.limits, lane, columns=scheduler.kv_block)
     if const_expr(consumer.fp8):
-        softmax_by_row(
-            state.s, state.exponents, state.sums, state.top, state.scale, state.q_scale,
-            consumer.scale_log2e,
-        )  # fmt: skip
+        fp8_rows.softmax_by_row(state, consumer.scale_log2e)
     else:
         update_max(state.s, state.top, state.scale, state.sums, consumer.scale_log2e)
         exponentiate(state.s, state.top, state.sums, consumer.scale_log2e)
@@ -604,12 +539,11 @@ def mask_places(
     scheduler: cutlass.Constexpr,
 ):
     """Set the scores of slots of a ring that a row does not see to -inf, whatever they are."""
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        for e in cutlass.range_constexpr(2):
-            place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
-            for r in cutlass.range_constexpr(2):
-                if place >= limits[r] or place < tile.dropped:
-                    s[r, (e, j)] = -Float32.inf
+    for j, e in row_places(KV_BLOCK):
+        place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
+        for r in cutlass.range_constexpr(2):
+            if place >= limits[r] or place < tile.dropped:
+                s[r, (e, j)] = -Float32.inf
 
 
 @cute.jit
@@ -621,11 +555,10 @@ def clear_exponents(
     scheduler: cutlass.Constexpr,
 ):
     """Zero the exponents of slots of a ring before its oldest token: they may be NaN."""
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        for e in cutlass.range_constexpr(2):
-            place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
-            if place < tile.dropped:
-                exponents[e, j] = Float32(0.0)
+    for j, e in row_places(KV_BLOCK):
+        place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
+        if place < tile.dropped:
+            exponents[e, j] = Float32(0.0)
 
 
 @cute.jit
@@ -649,7 +582,7 @@ def clear_places(
         if place_of(token + row, tile, scheduler) < tile.dropped:
             target = cute.local_tile(values, (1, 8), (row, i % chunks))
             cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
-    fence_and_sync_warpgroup(barrier)
+    warps.fence_and_sync_warpgroup(barrier)
 
 
 @cute.jit
@@ -658,7 +591,7 @@ def round_weights(
 ):
     """Probabilities to the registers of an operand A."""
     if const_expr(fp8):
-        round_weights_by_row(p, two_rows(acc_s, KV_BLOCK))
+        fp8_rows.round_weights_by_row(p, two_rows(acc_s, KV_BLOCK))
     else:
         # The result of one product has the layout of the next one's operand.
         cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
@@ -670,16 +603,15 @@ def finish(
     state: cutlass.Constexpr,
     consumer: cutlass.Constexpr,
     start: Int64,
-    row0: Int32,
     own: cutlass.Constexpr,
-    lane: Int32,
     tile: cutlass.Constexpr,
 ):
     """Normalise by the row sums and write the rows that exist; NaN where tokens are missing."""
     out, lse = consumer.outputs.o, consumer.outputs.lse
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
+    row0, lane = state.row0, state.lane
     # In 8 bits the probabilities and their sums are 2**WEIGHT_BITS too large.
-    bits = WEIGHT_BITS if const_expr(consumer.fp8) else 0.0
+    bits = fp8_few.WEIGHT_BITS if const_expr(consumer.fp8) else 0.0
     for r in cutlass.range_constexpr(2):
         total = row_sum(state.sums[r])
         inverse, lse_log2 = normaliser(total, state.top[r] - bits)

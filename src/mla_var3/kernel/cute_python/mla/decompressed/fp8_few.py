@@ -64,6 +64,7 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import (
     release,
     sync_warpgroup,
 )
+from mla_var3.kernel.cute_python.mla.hopper.widths import row_places
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
@@ -100,7 +101,6 @@ class Exchange:
     Attributes:
         q_nope: [columns, 128, group] queries in e4m3.
         q_rope: [columns, 64, group] their rope part.
-        q_scales: [columns, 1, group] their scales.
         warp_rows: [columns, warp, group] a number per row and warp.
         weights: [columns, 64, 2, group] weights of two KV blocks: one is written while the other
             may still be read.
@@ -115,17 +115,21 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RowState:
-    """Registers of a thread, per query row.
+    """Where a thread is, and its registers, per query row.
 
     Attributes:
+        t, group: its number in the warpgroup, and the warpgroup.
+        columns: query rows on the N side; constant.
+        warp_rows: [columns, warp] numbers that warps exchange.
         s: products of e4m3 numbers, replaced by exponents of weights.
-        rope: the rope part of the scores.
-        o: output.
-        sums: sums of this thread's probabilities.
         factors: from scores to exponents.
         bases: WEIGHT_BITS less the running maximum.
     """
 
+    t: Any
+    group: Any
+    columns: int
+    warp_rows: Any
     s: Any
     rope: Any
     o: Any
@@ -138,13 +142,7 @@ class RowState:
 def compute_few_fp8(
     consumer: cutlass.Constexpr, exchange: cutlass.Constexpr, columns: cutlass.Constexpr
 ):
-    """Attend with one head or one query tile per warpgroup; all consumers call it.
-
-    Args:
-        consumer: `Consumer`.
-        exchange: `Exchange`.
-        columns: query rows on the N side.
-    """
+    """Attend with one head or one query tile per warpgroup; all consumers call it."""
     shared, pipeline, scheduler = consumer.shared, consumer.pipeline, consumer.scheduler
     qk_mma, rope_mma, pv_mma = consumer.mma.qk, consumer.mma.rope, consumer.mma.pv
     thread, _, _ = cute.arch.thread_idx()
@@ -172,7 +170,7 @@ def compute_few_fp8(
     factors = cute.make_rmem_tensor(own, Float32)
     bases = cute.make_rmem_tensor(own, Float32)
     state = RowState(
-        scores_by_row(acc_s, columns), scores_by_row(acc_r, columns),
+        t, group, columns, warp_rows, scores_by_row(acc_s, columns), scores_by_row(acc_r, columns),
         by_row(acc_o, columns, HEAD // 64), sums, factors, bases,
     )  # fmt: skip
     words = cute.make_tensor(
@@ -184,7 +182,7 @@ def compute_few_fp8(
     for index in cutlass.range(consumer.cta, scheduler.work_tiles, consumer.ctas, unroll=1):
         tile = work_tile_at(index, scheduler)
         head, first_row, start = warpgroup_rows(tile, group, scheduler)
-        load_queries_fp8(s_q, s_qr, q_scales, consumer, start, head, first_row, t, group, columns)
+        load_queries_fp8(s_q, s_qr, q_scales, consumer, state, start, head, first_row)
         acc_o.fill(0.0)
         sums.fill(0.0)
         bases.fill(WEIGHT_BITS)
@@ -193,11 +191,10 @@ def compute_few_fp8(
             lowest = tile.tokens
             if tile.dropped > 0:
                 bases.fill(WEIGHT_BITS + FLOOR_BITS)
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                row = own_row(j, e, lane)
-                factors[e, j] = consumer.scale_log2e * q_scales[row, 0]
-                lowest = cutlass.min(lowest, row_limit(tile, first_row + row, scheduler))
+        for j, e in row_places(columns):
+            row = own_row(j, e, lane)
+            factors[e, j] = consumer.scale_log2e * q_scales[row, 0]
+            lowest = cutlass.min(lowest, row_limit(tile, first_row + row, scheduler))
         lowest = cute.arch.warp_redux_sync(lowest, "min")
 
         # The scores of a block are computed while the values of the block before are added up.
@@ -207,8 +204,8 @@ def compute_few_fp8(
         multiply_keys((qk_mma, rope_mma), (acc_s, acc_r), (f_k, f_r), (f_q, f_qr), slot, stage)
         warpgroup.wait_group(0)
         compute_weights(
-            state, words[(None, turn)], warp_rows, shared.scales, pipeline.keys_empty(stage), slot,
-            token, lowest, tile, first_row, scheduler, t, group, columns, Boolean(True),
+            state, words[(None, turn)], consumer, stage, slot, token, lowest, tile, first_row,
+            Boolean(True),
         )  # fmt: skip
         for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
             token = block * KV_BLOCK
@@ -229,9 +226,8 @@ def compute_few_fp8(
             turn ^= 1
             warpgroup.wait_group(1)
             compute_weights(
-                state, words[(None, turn)], warp_rows, shared.scales, pipeline.keys_empty(stage),
-                slot, token, lowest, tile, first_row, scheduler, t, group, columns, Boolean(False),
-                pipeline.values_empty(v_stage),
+                state, words[(None, turn)], consumer, stage, slot, token, lowest, tile, first_row,
+                Boolean(False), v_stage,
             )  # fmt: skip
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
         if const_expr(scheduler.ring):
@@ -246,7 +242,7 @@ def compute_few_fp8(
         stage, phase = pipeline.after(stage, phase)
         if const_expr(consumer.partials):
             start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
-        finish_fp8(state, warp_rows, consumer, start, head, first_row, t, group, columns, tile)
+        finish_fp8(state, consumer, start, head, first_row, tile)
 
 
 @cute.jit
@@ -255,25 +251,19 @@ def load_queries_fp8(
     rope_target: cute.Tensor,
     scales: cute.Tensor,
     consumer: cutlass.Constexpr,
+    state: cutlass.Constexpr,
     start: Int64,
     head: Int32,
     first_row: Int32,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
 ):
     """Query rows into shared memory as e4m3 numbers with a scale each; zeros for absent rows.
 
     Args:
         target, rope_target: [columns, 128] in e4m3, [columns, 64] in 16 bits.
-        scales: one per row, written.
-        consumer: `Consumer`.
         start: the first row in memory; the next ones are `heads` behind.
-        head, first_row: head and first row, to tell which rows exist.
-        t, group: this thread and its warpgroup.
-        columns: rows.
     """
     queries, scheduler, dtype = consumer.queries, consumer.scheduler, consumer.dtype
+    t, columns = state.t, state.columns
     quarter = t % ROW_THREADS
     nope = cute.make_rmem_tensor(HEAD // ROW_THREADS, dtype)
     rope = cute.make_rmem_tensor(ROPE // ROW_THREADS, dtype)
@@ -300,7 +290,7 @@ def load_queries_fp8(
                 )
                 place = cute.local_tile(rope_target, (1, 8), (row, quarter * 2 + i))
                 cute.autovec_copy(cute.local_tile(rope, (8,), (i,)), cute.group_modes(place, 0, 2))
-    fence_and_sync_warpgroup(warpgroup_barrier(group))
+    fence_and_sync_warpgroup(warpgroup_barrier(state.group))
 
 
 @cute.jit
@@ -368,43 +358,29 @@ def add_weighted(
 def compute_weights(
     state: cutlass.Constexpr,
     words: cute.Tensor,
-    warp_rows: cute.Tensor,
-    scales: cute.Tensor,
-    keys_empty: cute.Pointer,
+    consumer: cutlass.Constexpr,
+    stage: Int32,
     slot: Int32,
     token: Int32,
     lowest: Int32,
     tile: cutlass.Constexpr,
     first_row: Int32,
-    scheduler: cutlass.Constexpr,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
     first: Boolean,
-    values_empty: cutlass.Constexpr = None,
+    before: cutlass.Constexpr = None,
 ):
     """Products of a KV block to weights in shared memory.
 
     Args:
-        state: `RowState`, updated.
         words: where the weights go, four to a word.
-        warp_rows: [columns, warp] numbers that warps exchange.
-        scales: of keys and values.
-        keys_empty: barrier that releases keys and scales.
-        slot: where the block's head is in shared memory.
-        token: first token of the block.
         lowest: the first token that some row does not see.
-        tile: the work tile.
-        first_row: its first row.
-        scheduler: the work tiles.
-        t, group: this thread and its warpgroup.
-        columns: rows.
         first: whether there is no earlier block.
-        values_empty: barrier that releases the values of the block before, whose product is still
-            in flight.
+        before: stage of the block before, whose product with values is still in flight.
     """
+    keys_empty = consumer.pipeline.keys_empty(stage)
+    values_empty = None if before is None else consumer.pipeline.values_empty(before)
     s, sums, factors, bases = state.s, state.sums, state.factors, state.bases
-    rope = state.rope
+    rope, t, columns = state.rope, state.t, state.columns
+    scheduler, scales = consumer.scheduler, consumer.shared.scales
     lane = t % 32
     first_token = own_token(t)
     added = cute.make_rmem_tensor(sums.layout, Float32)
@@ -423,10 +399,9 @@ def compute_weights(
         elif token + at >= tile.tokens:
             exponent = Float32(0.0)
         inverses[r] = inverse_power(exponent)
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                score = s[(e, j), r] * pair[0] + rope[(e, j), r]
-                s[(e, j), r] = score * factors[e, j] + (bases[e, j] + exponent)
+        for j, e in row_places(columns):
+            score = s[(e, j), r] * pair[0] + rope[(e, j), r]
+            s[(e, j), r] = score * factors[e, j] + (bases[e, j] + exponent)
     release(keys_empty, lane)
     end = token + KV_BLOCK
     if const_expr(scheduler.ring):
@@ -434,32 +409,30 @@ def compute_weights(
         if tile.dropped > 0:
             end = lowest + 1
     if end > lowest:
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                limit = row_limit(tile, first_row + j * 8 + (lane % 4) * 2 + e, scheduler)
-                for r in cutlass.range_constexpr(2):
-                    at = token + first_token + 8 * r
-                    if const_expr(scheduler.ring):
-                        place = place_of(at, tile, scheduler)
-                        if place >= limit or place < tile.dropped:
-                            s[(e, j), r] = -Float32.inf
-                    elif at >= limit:
-                        s[(e, j), r] = -Float32.inf
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
+        for j, e in row_places(columns):
+            limit = row_limit(tile, first_row + j * 8 + (lane % 4) * 2 + e, scheduler)
             for r in cutlass.range_constexpr(2):
-                highest = cute.arch.fmax(highest, s[(e, j), r])
+                at = token + first_token + 8 * r
+                if const_expr(scheduler.ring):
+                    place = place_of(at, tile, scheduler)
+                    if place >= limit or place < tile.dropped:
+                        s[(e, j), r] = -Float32.inf
+                elif at >= limit:
+                    s[(e, j), r] = -Float32.inf
+    for j, e in row_places(columns):
+        for r in cutlass.range_constexpr(2):
+            highest = cute.arch.fmax(highest, s[(e, j), r])
     rounded = round_weights_fp8(s, added, inverses, columns)
     warpgroup.wait_group(0)
     if const_expr(values_empty is not None):
         release(values_empty, lane)
     store_weights(words, rounded, t, columns)
     cute.arch.fence_view_async_shared()
-    if any_in_warpgroup(first or highest > LARGEST_BITS, warpgroup_barrier(group)):
-        raise_bases(state, warp_rows, t, group, columns, first)
+    if any_in_warpgroup(first or highest > LARGEST_BITS, warpgroup_barrier(state.group)):
+        raise_bases(state, first)
         again = round_weights_fp8(s, added, inverses, columns)
         store_weights(words, again, t, columns)
-        fence_and_sync_warpgroup(warpgroup_barrier(group))
+        fence_and_sync_warpgroup(warpgroup_barrier(state.group))
     sums.store(sums.load() + added.load())
 
 
@@ -490,14 +463,7 @@ def any_in_warpgroup(holds: Boolean, barrier: Int32) -> Boolean:
 def round_weights_fp8(
     s: cute.Tensor, added: cute.Tensor, inverses: cute.Tensor, columns: cutlass.Constexpr
 ) -> cute.Tensor:
-    """Weights as e4m3 numbers, a word per two rows and two tokens.
-
-    Args:
-        s: exponents of the weights.
-        added: sums of this thread's probabilities per row, written.
-        inverses: of the value scales of this thread's tokens.
-        columns: rows.
-    """
+    """Weights as e4m3 numbers, a word per two rows and two tokens."""
     rounded = cute.make_rmem_tensor(columns // 8, Int32)
     for j in cutlass.range_constexpr(columns // 8):
         four = cute.make_rmem_tensor(4, Float32)
@@ -538,83 +504,53 @@ def word_place(t, columns):
 
 
 @cute.jit
-def raise_bases(
-    state: cutlass.Constexpr,
-    warp_rows: cute.Tensor,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
-    first: Boolean,
-):
+def raise_bases(state: cutlass.Constexpr, first: Boolean):
     """Raise the running maxima that have to rise, and rescale what depends on them."""
-    s, o, sums, bases = state.s, state.o, state.sums, state.bases
+    s, o, sums, bases, columns = state.s, state.o, state.sums, state.bases, state.columns
     tops = cute.make_rmem_tensor(sums.layout, Float32)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
-    reduce_rows(tops, warp_rows, t, group, columns, cute.arch.fmax)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            top = tops[e, j]
-            rise = Float32(0.0)
-            if top > LARGEST_BITS or (first and top > -Float32.inf):
-                rise = top - WEIGHT_BITS
-            bases[e, j] = bases[e, j] - rise
-            for r in cutlass.range_constexpr(2):
-                s[(e, j), r] = s[(e, j), r] - rise
-            if rise > 0.0:  # in the first block there is nothing to rescale
-                scale = cute.math.exp2(-rise, fastmath=True)
-                sums[e, j] = sums[e, j] * scale
-                o[(e, j), None].store(o[(e, j), None].load() * scale)
+    for j, e in row_places(columns):
+        tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
+    reduce_rows(tops, state, cute.arch.fmax)
+    for j, e in row_places(columns):
+        top = tops[e, j]
+        rise = Float32(0.0)
+        if top > LARGEST_BITS or (first and top > -Float32.inf):
+            rise = top - WEIGHT_BITS
+        bases[e, j] = bases[e, j] - rise
+        for r in cutlass.range_constexpr(2):
+            s[(e, j), r] = s[(e, j), r] - rise
+        if rise > 0.0:  # in the first block there is nothing to rescale
+            scale = cute.math.exp2(-rise, fastmath=True)
+            sums[e, j] = sums[e, j] * scale
+            o[(e, j), None].store(o[(e, j), None].load() * scale)
 
 
 @cute.jit
-def reduce_rows(
-    numbers: cute.Tensor,
-    warp_rows: cute.Tensor,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
-    combine: cutlass.Constexpr,
-):
+def reduce_rows(numbers: cute.Tensor, state: cutlass.Constexpr, combine: cutlass.Constexpr):
     """Combine the numbers that a warpgroup's threads have of a row; every thread gets the result.
 
-    Args:
-        numbers: this thread's, one per row, replaced.
-        warp_rows: [columns, warp] for exchange; no warp may still be reading it.
-        t, group: this thread and its warpgroup.
-        columns: rows.
-        combine: of two numbers.
+    No warp may still be reading `warp_rows`.
     """
+    t, columns, warp_rows = state.t, state.columns, state.warp_rows
     lane = t % 32
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            combined = reduce_lanes(numbers[e, j], combine)
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, t // 32] = combined
-    sync_warpgroup(warpgroup_barrier(group))
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, lane)
-            numbers[e, j] = reduce_warps(warp_rows, row, 0, WARPGROUP_WARPS, combine)
+    for j, e in row_places(columns):
+        combined = reduce_lanes(numbers[e, j], combine)
+        if lane < 4:
+            warp_rows[j * 8 + lane * 2 + e, t // 32] = combined
+    sync_warpgroup(warpgroup_barrier(state.group))
+    for j, e in row_places(columns):
+        row = own_row(j, e, lane)
+        numbers[e, j] = reduce_warps(warp_rows, row, 0, WARPGROUP_WARPS, combine)
 
 
 @cute.jit
 def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
-    """Zero the tokens of transposed values that do not exist: 0 * NaN would poison the output.
+    """Zero the tokens of transposed values that do not exist: 0 * NaN would poison the output."""
 
-    A thread has a row, tokens are its bytes.
-    """
-    for at in cutlass.range(cutlass.max(valid, 0) // 16, KV_BLOCK // 16, unroll=1):
-        place = cute.local_tile(values[(None, None, slot)], (1, 16), (t, at))
-        kept = cute.make_rmem_tensor(16, values.element_type)
-        cute.autovec_copy(cute.group_modes(place, 0, 2), kept)
-        numbers = cute.recast_tensor(kept, cutlass.Uint8)
-        for i in cutlass.range_constexpr(16):
-            if at * 16 + TOKEN_ORDER[i] >= valid:
-                numbers[i] = cutlass.Uint8(0)
-        cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
-    fence_and_sync_warpgroup(warpgroup_barrier(group))
+    def is_gone(at, i):
+        return at * 16 + TOKEN_ORDER[i] >= valid
+
+    clear_tokens(values, slot, cutlass.max(valid, 0) // 16, is_gone, t, group)
 
 
 @cute.jit
@@ -628,13 +564,33 @@ def clear_dropped(
     scheduler: cutlass.Constexpr,
 ):
     """The same for the tokens of a KV block of a ring before its oldest one."""
-    for at in cutlass.range(KV_BLOCK // 16, unroll=1):
+
+    def is_gone(at, i):
+        return place_of(token + at * 16 + TOKEN_ORDER[i], tile, scheduler) < tile.dropped
+
+    clear_tokens(values, slot, 0, is_gone, t, group)
+
+
+@cute.jit
+def clear_tokens(
+    values: cute.Tensor,
+    slot: Int32,
+    first: cutlass.Constexpr,
+    is_gone: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+):
+    """Zero the tokens that are gone, in groups of 16 from the first on.
+
+    A thread has a row, tokens are its bytes.
+    """
+    for at in cutlass.range(first, KV_BLOCK // 16, unroll=1):
         place = cute.local_tile(values[(None, None, slot)], (1, 16), (t, at))
         kept = cute.make_rmem_tensor(16, values.element_type)
         cute.autovec_copy(cute.group_modes(place, 0, 2), kept)
         numbers = cute.recast_tensor(kept, cutlass.Uint8)
         for i in cutlass.range_constexpr(16):
-            if place_of(token + at * 16 + TOKEN_ORDER[i], tile, scheduler) < tile.dropped:
+            if is_gone(at, i):
                 numbers[i] = cutlass.Uint8(0)
         cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
     fence_and_sync_warpgroup(warpgroup_barrier(group))
@@ -643,39 +599,34 @@ def clear_dropped(
 @cute.jit
 def finish_fp8(
     state: cutlass.Constexpr,
-    warp_rows: cute.Tensor,
     consumer: cutlass.Constexpr,
     start: Int64,
     head: Int32,
     first_row: Int32,
-    t: Int32,
-    group: Int32,
-    columns: cutlass.Constexpr,
     tile: cutlass.Constexpr,
 ):
     """Normalise by the row sums of all warps and write the rows that exist, as `finish` does."""
     out, lse, scheduler = consumer.outputs.o, consumer.outputs.lse, consumer.scheduler
-    o, sums, bases = state.o, state.sums, state.bases
-    reduce_rows(sums, warp_rows, t, group, columns, operator.add)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, t)
-            total = sums[e, j]
-            inverse = Float32(0.0)
-            lse_log2 = -Float32.inf
-            if total > 0.0:
-                inverse = cute.arch.rcp_approx(total)
-                lse_log2 = cute.math.log2(total, fastmath=True) - bases[e, j]
-            if const_expr(scheduler.ring):
-                if tile.incomplete:
-                    inverse = Float32(float("nan"))
-                    lse_log2 = consumer.incomplete_lse
-            if row_exists(head, first_row + row, scheduler):
-                at = start + Int64(row) * scheduler.heads
-                if t < 4:
-                    lse[at] = lse_log2 * LN_2
-                for m_tile in cutlass.range_constexpr(HEAD // 64):
-                    for r in cutlass.range_constexpr(2):
-                        column = own_token(t) + m_tile * 64 + r * 8
-                        place = cute.make_tensor(out + (at * HEAD + column), 1)
-                        place[0] = (o[(e, j), (r, m_tile)] * inverse).to(consumer.output_type)
+    o, sums, bases, t, columns = state.o, state.sums, state.bases, state.t, state.columns
+    reduce_rows(sums, state, operator.add)
+    for j, e in row_places(columns):
+        row = own_row(j, e, t)
+        total = sums[e, j]
+        inverse = Float32(0.0)
+        lse_log2 = -Float32.inf
+        if total > 0.0:
+            inverse = cute.arch.rcp_approx(total)
+            lse_log2 = cute.math.log2(total, fastmath=True) - bases[e, j]
+        if const_expr(scheduler.ring):
+            if tile.incomplete:
+                inverse = Float32(float("nan"))
+                lse_log2 = consumer.incomplete_lse
+        if row_exists(head, first_row + row, scheduler):
+            at = start + Int64(row) * scheduler.heads
+            if t < 4:
+                lse[at] = lse_log2 * LN_2
+            for m_tile in cutlass.range_constexpr(HEAD // 64):
+                for r in cutlass.range_constexpr(2):
+                    column = own_token(t) + m_tile * 64 + r * 8
+                    place = cute.make_tensor(out + (at * HEAD + column), 1)
+                    place[0] = (o[(e, j), (r, m_tile)] * inverse).to(consumer.output_type)

@@ -10,16 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
-    LARGEST_BITS,
-    WEIGHT_BITS,
-    inverse_power,
-    row_scale,
-)
+from mla_var3.kernel.cute_python.mla.decompressed import fp8_few
 from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.rows import update_max
 from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.widths import row_places
 
 MMA_DEPTH_8 = 32
 """K side of a wgmma with 8-bit operands."""
@@ -29,28 +25,18 @@ MMA_DEPTH_8 = 32
 def load_queries_by_row(
     q: cute.Tensor,
     q_rope: cute.Tensor,
-    scales: cute.Tensor,
     source: cute.Pointer,
-    row0: Int32,
     rows: cutlass.Constexpr,
     heads: Int32,
-    lane: Int32,
+    state: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
     """Load two rows as e4m3 numbers into the registers of an operand A, each with a scale.
 
     Args:
-        q: registers.
         q_rope: the rope part of the same rows, in 16 bits.
-        scales: one per row, written.
-        source: the first element of row 0.
-        row0: this thread's first row; the other is 8 behind.
-        rows: whether they exist; zeros are loaded for others.
-        heads: distance of two rows in memory, in rows.
-        lane: this thread's lane.
-        dtype: of the source.
     """
-    steps = HEAD // MMA_DEPTH_8
+    steps, row0, lane = HEAD // MMA_DEPTH_8, state.row0, state.lane
     for r in cutlass.range_constexpr(2):
         row = cute.make_rmem_tensor((4, 2, steps), Float32)
         row.fill(0.0)
@@ -63,8 +49,8 @@ def load_queries_by_row(
                     cute.autovec_copy(cute.make_tensor((source + at).align(8), 4), four)
                     row[None, half, k].store(four.load().to(Float32))
         parts = (row.load(), q_rope[(None, r, None), 0, None].load().to(Float32))
-        scale = row_scale(parts)
-        scales[r] = scale
+        scale = fp8_few.row_scale(parts)
+        state.q_scale[r] = scale
         rounded = cute.make_rmem_tensor((4, 2, steps), Float8E4M3FN)
         rounded.store((row.load() * (1.0 / scale)).to(Float8E4M3FN))
         for k in cutlass.range_constexpr(steps):
@@ -93,11 +79,6 @@ def scale_scores(
 
     Args:
         s: q8 k8 of this thread's two rows, replaced by scores.
-        rope: their rope part.
-        exponents: of this thread's columns, written.
-        scales: of all stages.
-        slot: where the block's head is in shared memory.
-        lane: this thread's lane.
     """
     for j in cutlass.range_constexpr(KV_BLOCK // 8):
         four = cute.make_rmem_tensor(4, Float32)
@@ -109,39 +90,23 @@ def scale_scores(
 
 
 @cute.jit
-def softmax_by_row(
-    s: cute.Tensor,
-    exponents: cute.Tensor,
-    sums: cute.Tensor,
-    top: cute.Tensor,
-    scale: cute.Tensor,
-    q_scale: cute.Tensor,
-    scale_log2e: Float32,
-):
+def softmax_by_row(state: cutlass.Constexpr, scale_log2e: Float32):
     """Scores to weights with the scales of the values in them, relative to a running maximum.
 
-    Args:
-        s: scores of this thread's two rows, replaced.
-        exponents: of the value scales of this thread's columns.
-        sums: sums of this thread's probabilities, updated.
-        top: running maximum per row, scales included, updated.
-        scale: factor by which to rescale earlier results of a row, written.
-        q_scale: scales of the query rows.
-        scale_log2e: softmax scale times log2 e.
+    Scales are part of the maximum.
     """
+    s, exponents, sums, top = state.s, state.exponents, state.sums, state.top
     for r in cutlass.range_constexpr(2):
-        factor = scale_log2e * q_scale[r]
-        for j in cutlass.range_constexpr(KV_BLOCK // 8):
-            for e in cutlass.range_constexpr(2):
-                s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
-    update_max(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        for e in cutlass.range_constexpr(2):
-            inverse = inverse_power(exponents[e, j])
-            for r in cutlass.range_constexpr(2):
-                weight = cute.math.exp2(s[r, (e, j)] - (top[r] - WEIGHT_BITS), fastmath=True)
-                s[r, (e, j)] = weight
-                sums[r] = sums[r] + weight * inverse
+        factor = scale_log2e * state.q_scale[r]
+        for j, e in row_places(KV_BLOCK):
+            s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
+    update_max(s, top, state.scale, sums, Float32(1.0), fp8_few.LARGEST_BITS - fp8_few.WEIGHT_BITS)
+    for j, e in row_places(KV_BLOCK):
+        inverse = fp8_few.inverse_power(exponents[e, j])
+        for r in cutlass.range_constexpr(2):
+            weight = cute.math.exp2(s[r, (e, j)] - (top[r] - fp8_few.WEIGHT_BITS), fastmath=True)
+            s[r, (e, j)] = weight
+            sums[r] = sums[r] + weight * inverse
 
 
 @cute.jit

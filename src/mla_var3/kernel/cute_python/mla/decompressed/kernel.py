@@ -14,7 +14,7 @@ multiple of 64; scales [b, h, slots, 2] float32 hold the key's scale and the exp
 `shared`: the tokens are a prefix of all requests, keys and values [h, slots, ...], slot j is its
 position, and rows of different requests meet it in one query tile. `partials`: the tokens of a
 request are split, each split writes o and lse in float32 to o_partial [splits, b, s, h, v] and
-lse_partial [splits, b, s, h], and `merge.py` merges them in the same launch of the host.
+lse_partial [splits, b, s, h], and `MergeSplits` merges them in the same launch of the host.
 
 `ring`: slot x holds the position with position % kept == x among the newest `kept` ones, as a cache
 writes them, and starts [b] int32 is the oldest position that it has. KV blocks are read as they
@@ -37,33 +37,15 @@ shared memory (`fp8_few.py`).
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.decompressed.compute import (
-    Consumer,
-    Mmas,
-    Outputs,
-    Queries,
-    compute,
-)
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
-    EXCHANGE_BYTES,
-    Exchange,
-    compute_few_fp8,
-)
-from mla_var3.kernel.cute_python.mla.decompressed.merge import MergeSplits
-from mla_var3.kernel.cute_python.mla.decompressed.producer import (
-    Pipeline,
-    SharedKv,
-    Sources,
-    StageBarrier,
-    init_barriers,
-    produce,
-)
+from mla_var3.kernel.cute_python.mla.decompressed import compute, fp8_few, producer
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, Sizes
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -71,6 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPGROUPS,
     HEAD,
     KV_BLOCK,
+    LN_2,
     PRODUCER_REGISTERS,
     PRODUCER_WARP,
     ROPE,
@@ -86,6 +69,7 @@ from mla_var3.runtime.cute_kernel import Int64Arg
 SHARED_BYTES = 220 << 10
 """Shared memory of the pipeline and the exchange: what an SM has, less barriers and alignment."""
 HEADS, TILES = "heads", "tiles"
+MERGE_THREADS = 256
 
 Operand = Tensor | cute.Pointer
 Size = int | Int32
@@ -100,17 +84,7 @@ class DecompressedArguments(NamedTuple):
     Attributes:
         q_nope, q_rope, keys, values, k_rope, scales, lengths, starts: what the kernel reads; rope
             parts unless p is 0, scales with 8 bits, starts of a ring.
-        o, lse: what it writes.
-        o_partial, lse_partial: its partials, where requests are split.
-        scale_log2e: softmax scale times log2 e.
-        requests, queries, heads, slots: sizes.
-        key_token, key_head, key_request: strides of the keys.
-        value_row, value_head, value_request: strides of the values.
-        rope_token, rope_request: strides of the rope keys.
         kept: tokens of a request that are decompressed.
-        causal: 1 when a query sees no later token.
-        splits: splits of every request.
-        ctas, merge_ctas: CTAs of the kernel and of the merge.
     """
 
     q_nope: Operand
@@ -159,10 +133,8 @@ class DecompressedSm90:
     Attributes:
         dtype: element type of queries and output, and of keys and values of 16 bits.
         pairing: what the warpgroups of a CTA have in common, "heads" or "tiles".
-        fp8: whether keys and values have 8 bits.
         columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
         shared, partials, ring, alone: see above.
-        widths: those of the heads.
         kv_block: tokens of a KV block, 64, or 128 with the pairing "tiles" in 16 bits and in order.
     """
 
@@ -188,17 +160,13 @@ class DecompressedSm90:
         self.value_bytes = self.stage_heads * self.kv_block * v * element
         # Query rows in shared memory, 16 bits each.
         self.query_rows = CONSUMER_WARPGROUPS * ROWS if self.shared_queries else 0
-        available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * EXCHANGE_BYTES
+        available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * fp8_few.EXCHANGE_BYTES
         available -= self.query_rows * (d + p) * 2
         self.stages = available // (self.key_bytes + self.value_bytes)
 
     @cute.jit
     def __call__(self, *arguments):
-        """Launch the kernel and, if requests are split, the merge.
-
-        Args:
-            arguments: those of `DecompressedArguments`, and the stream.
-        """
+        """Launch the kernel and, if requests are split, the merge."""
         *given, stream = arguments
         args = DecompressedArguments(*given)
         dtype, d, p, v = self.dtype, self.widths.d, self.widths.p, self.widths.v
@@ -298,7 +266,7 @@ class DecompressedSm90:
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[Int64, len(StageBarrier) * stages]
+            barriers: cute.struct.MemRange[Int64, len(producer.StageBarrier) * stages]
             q_scales: cute.struct.Align[cute.struct.MemRange[Float32, few_rows], 16]
             warp_rows: cute.struct.Align[cute.struct.MemRange[Float32, warp_numbers], 16]
             q_nope: cute.struct.Align[cute.struct.MemRange[element, query_rows * d], 1024]
@@ -321,7 +289,7 @@ class DecompressedSm90:
             mma(element, K, self.kv_block, self.query_rows > 0),
             mma(dtype, K, self.kv_block, self.query_rows > 0),
             mma(element, K if const_expr(self.fp8) else MN, v),
-            Sources(keys, values, rope, scales),
+            producer.Sources(keys, values, rope, scales),
             (key_layout, value_layout, rope_layout),
             args.q_nope,
             args.q_rope,
@@ -344,7 +312,7 @@ class DecompressedSm90:
         qk_mma: cute.TiledMma,
         rope_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        sources: Sources,
+        sources: producer.Sources,
         layouts: tuple[Any, Any, Any],
         q_nope: cute.Pointer,
         q_rope: cute.Pointer | None,
@@ -360,12 +328,12 @@ class DecompressedSm90:
         cta, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        pipeline = Pipeline(
+        pipeline = producer.Pipeline(
             store.barriers.data_ptr(), self.stages, self.stage_heads, self.key_bytes,
             self.value_bytes,
         )  # fmt: skip
         if thread == 0:
-            init_barriers(pipeline)
+            producer.init_barriers(pipeline)
         cute.arch.sync_threads()
         key_layout, value_layout, rope_layout = layouts
         s_k = store.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
@@ -384,8 +352,8 @@ class DecompressedSm90:
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
-                shared_kv = SharedKv(s_k, s_v, s_r, s_scales)
-                produce(
+                shared_kv = producer.SharedKv(s_k, s_v, s_r, s_scales)
+                producer.produce(
                     sources, shared_kv, pipeline, scheduler, cta, ctas, self.widths,
                     one_tile_ahead=self.columns == 0,
                 )  # fmt: skip
@@ -395,15 +363,16 @@ class DecompressedSm90:
             if const_expr(not self.fp8):
                 swapped = cute.select(s_v.layout, mode=[1, 0, 2])
                 by_column = cute.make_tensor(s_v.iterator, swapped)
-            consumer = Consumer(
-                Mmas(qk_mma, rope_mma, pv_mma), SharedKv(s_k, by_column, s_r, s_scales), pipeline,
-                self.queries(q_nope, q_rope, store), Outputs(o, lse), scale_log2e, cta, ctas,
-                scheduler, self.dtype, self.fp8, self.partials, self.widths,
+            consumer = compute.Consumer(
+                compute.Mmas(qk_mma, rope_mma, pv_mma),
+                producer.SharedKv(s_k, by_column, s_r, s_scales), pipeline,
+                self.queries(q_nope, q_rope, store), compute.Outputs(o, lse), scale_log2e, cta,
+                ctas, scheduler, self.dtype, self.fp8, self.partials, self.widths,
             )  # fmt: skip
             if const_expr(self.columns > 0):
-                compute_few_fp8(consumer, self.exchange(store), self.columns)
+                fp8_few.compute_few_fp8(consumer, self.exchange(store), self.columns)
             else:
-                compute(consumer)
+                compute.compute(consumer)
 
     def queries(self, q_nope, q_rope, store):
         """The queries: pointers, and where a warpgroup keeps them in shared memory, if it does."""
@@ -414,16 +383,93 @@ class DecompressedSm90:
             s_nope = tiles(store.q_nope, self.dtype, kind, shape[0], widths.d, shape[1])
             if const_expr(widths.p > 0):
                 s_rope = tiles(store.q_rope, self.dtype, kind, shape[0], widths.p, shape[1])
-        return Queries(q_nope, q_rope, s_nope, s_rope)
+        return compute.Queries(q_nope, q_rope, s_nope, s_rope)
 
     def exchange(self, store):
         """What the warpgroups keep in shared memory with rows on the N side."""
         kinds = warpgroup.SmemLayoutAtomKind
         rows, groups = self.columns, CONSUMER_WARPGROUPS
-        return Exchange(
+        return fp8_few.Exchange(
             tiles(store.q_nope, Float8E4M3FN, kinds.K_SW128, rows, HEAD, groups),
             tiles(store.q_rope, self.dtype, kinds.K_SW128, rows, ROPE, groups),
             store.q_scales.get_tensor(cute.make_layout((rows, 1, groups))),
             store.warp_rows.get_tensor(cute.make_layout((rows, WARPGROUP_WARPS, groups))),
             tiles(store.weights, Float8E4M3FN, kinds.K_INTER, rows, KV_BLOCK, 2, groups),
         )
+
+
+class MergeSplits:
+    """Merges the partials of splits, for one element type and width of the values.
+
+        o_partial [splits, rows, v] float32, normalised within the split; lse_partial [splits, rows]
+        -> o [rows, v] in the input dtype, lse [rows] (natural logarithm)
+
+    A warp takes a row, a lane v / 32 of its columns. Splits without a visible token have -inf and
+    weigh nothing.
+    """
+
+    def __init__(self, dtype, v=HEAD):
+        self.dtype = dtype
+        self.v = v
+
+    @cute.jit
+    def __call__(
+        self,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Pointer,
+        o: cute.Pointer,
+        lse: cute.Pointer,
+        rows: Int32,
+        splits: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.merge_splits(
+            o_partial,
+            cute.make_tensor(lse_partial, cute.make_layout((rows, splits))),
+            o,
+            cute.make_tensor(lse, cute.make_layout(rows)),
+            rows,
+            splits,
+        ).launch(grid=(ctas, 1, 1), block=(MERGE_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def merge_splits(
+        self,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Tensor,
+        o: cute.Pointer,
+        lse: cute.Tensor,
+        rows: Int32,
+        splits: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = thread % 32
+        warps = MERGE_THREADS // 32
+        v, count = self.v, self.v // 32  # columns of a row and of a lane
+        for row in cutlass.range(cta * warps + thread // 32, rows, ctas * warps, unroll=1):
+            top = -Float32.inf
+            for split in cutlass.range(splits, unroll=1):
+                top = cute.arch.fmax(top, lse_partial[row, split])
+            total = Float32(0.0)
+            merged = cute.make_rmem_tensor(count, Float32)
+            merged.fill(0.0)
+            if top > -Float32.inf:
+                for split in cutlass.range(splits, unroll=1):
+                    weight = cute.math.exp2((lse_partial[row, split] - top) / LN_2, fastmath=True)
+                    total += weight
+                    at = (Int64(split) * rows + row) * v + lane * count
+                    columns = cute.make_rmem_tensor(count, Float32)
+                    source = cute.make_tensor((o_partial + at).align(min(16, 4 * count)), count)
+                    cute.autovec_copy(source, columns)
+                    merged.store(merged.load() + columns.load() * weight)
+                merged.store(merged.load() * cute.arch.rcp_approx(total))
+                top += cute.math.log2(total, fastmath=True) * LN_2
+            narrow = cute.make_rmem_tensor(count, self.dtype)
+            narrow.store(merged.load().to(self.dtype))
+            place = (o + (Int64(row) * v + lane * count)).align(min(16, 2 * count))
+            cute.autovec_copy(narrow, cute.make_tensor(place, count))
+            if lane == 0:
+                lse[row] = top

@@ -4,6 +4,7 @@ A stage of the pipeline holds keys, values and rope keys of one KV block, of one
 8 bits the scales come with the keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -42,14 +43,16 @@ class StageBarrier(IntEnum):
     VALUES_EMPTY = 3
 
 
+def _mbarrier(barrier: StageBarrier) -> Callable[[Any, Any], Any]:
+    """A method for the pointer to an mbarrier of a stage."""
+    return lambda self, stage: self.barriers + (stage * len(StageBarrier) + int(barrier))
+
+
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages in shared memory.
+    """The stages in shared memory, and their mbarriers by `StageBarrier` in small letters.
 
     Attributes:
-        barriers: mbarriers, `StageBarrier` of every stage.
-        stages: number of stages.
-        heads: heads in a stage.
         key_bytes, value_bytes: bytes of a stage that its FULL barriers wait for.
     """
 
@@ -59,24 +62,7 @@ class Pipeline:
     key_bytes: int
     value_bytes: int
 
-    def _barrier(self, stage: Any, barrier: StageBarrier) -> Any:
-        return self.barriers + (stage * len(StageBarrier) + int(barrier))
-
-    def keys_full(self, stage: Any) -> Any:
-        """Mbarrier: keys, rope keys and scales of a stage have arrived."""
-        return self._barrier(stage, StageBarrier.KEYS_FULL)
-
-    def values_full(self, stage: Any) -> Any:
-        """Mbarrier: values of a stage have arrived."""
-        return self._barrier(stage, StageBarrier.VALUES_FULL)
-
-    def keys_empty(self, stage: Any) -> Any:
-        """Mbarrier: the consumers have released keys, rope keys and scales of a stage."""
-        return self._barrier(stage, StageBarrier.KEYS_EMPTY)
-
-    def values_empty(self, stage: Any) -> Any:
-        """Mbarrier: the consumers have released the values of a stage."""
-        return self._barrier(stage, StageBarrier.VALUES_EMPTY)
+    keys_full, values_full, keys_empty, values_empty = map(_mbarrier, StageBarrier)
 
     def after(self, stage: Any, phase: Any) -> Any:
         """The next stage, and the phase of its barriers."""
@@ -127,12 +113,6 @@ def produce(
     """Fill the pipeline as its stages become empty; one warp calls it.
 
     Args:
-        sources: `Sources`.
-        shared: `SharedKv`.
-        pipeline: the pipeline.
-        scheduler: the work tiles.
-        cta, ctas: which of the persistent CTAs this is.
-        widths: those of the heads.
         one_tile_ahead: whether the consumers compute the first scores of the next work tile early,
             behind the last one as well.
     """

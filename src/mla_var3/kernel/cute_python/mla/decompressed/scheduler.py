@@ -26,14 +26,7 @@ measured on its own; docs/results/2026-11-15-nvidia-h200-mix-development.md has 
 
 
 def choose_splits(requests: int, request_tiles: int, kv_blocks: int, ctas: int) -> int:
-    """How many splits to make of each request's tokens, so that few work tiles still fill the SMs.
-
-    Args:
-        requests: requests of the batch.
-        request_tiles: work tiles of a request without splits.
-        kv_blocks: KV blocks of the longest request.
-        ctas: persistent CTAs.
-    """
+    """Splits to make of each request's tokens, so that few work tiles still fill the SMs."""
     work_tiles = requests * request_tiles
     most = max(1, kv_blocks // LEAST_BLOCKS)
     if work_tiles >= 2 * ctas:
@@ -63,18 +56,12 @@ class Scheduler:
     """What decides the work tiles: sizes of the problem, as in the kernel's contract.
 
     Attributes:
-        lengths: tokens per request.
-        requests, queries, heads: sizes.
-        slots: slots of keys and values per request.
         kept: tokens that are decompressed, per request.
-        causal: not 0 when a query sees no later token.
-        splits: splits of every request.
         pair_tiles: whether a work tile is two query tiles of a head; constant.
         shared: whether all requests have the same keys and values, a prefix; constant.
         starts: in a ring the oldest position that it holds, per request; None when the slots are
             in order.
         alone: whether no other kernel attends to the tokens before a ring; constant.
-        kv_block: tokens of a KV block; constant.
     """
 
     lengths: Any
@@ -126,7 +113,6 @@ class WorkTile:
     Attributes:
         request: whose keys and values.
         head, tile: head and query tile of warpgroup 0; the other one has the next head or tile.
-        split: which split of the request.
         tokens: decompressed tokens that exist.
         first, last: KV blocks, `last` excluded; at least one, so that a work tile without tokens
             is no exception for the consumers.

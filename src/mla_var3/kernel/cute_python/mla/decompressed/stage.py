@@ -1,8 +1,13 @@
-"""The decompressed kernel as a stage of a plan: its tiling, its operands, its arguments."""
+"""The decompressed kernel as a stage of a plan, and on one request after another.
 
+A plan fixes its tensors. `attend_request` takes tensors that change: programs are looked up by what
+they were compiled for, and arguments are written for every launch.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +24,11 @@ from mla_var3.kernel.cute_python.mla.decompressed.scheduler import choose_splits
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPGROUPS, KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
+from mla_var3.kernel.cute_python.mla.latent.call import (
+    ELEMENT_TYPES,
+    call_program,
+    sm_count_of,
+)
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import require_view
@@ -43,7 +53,6 @@ class DecompressedShape:
     Attributes:
         requests: requests with keys of their own; 1 for a shared prefix.
         rows: query rows of a head that meet the same keys.
-        heads: query heads.
         tokens: decompressed tokens of the longest request.
         long_blocks: whether KV blocks may have 128 tokens, see `may_be_long`.
     """
@@ -138,8 +147,7 @@ def may_be_long(widths: HeadWidths) -> bool:
     return widths == HeadWidths()
 
 
-@dataclass(frozen=True)
-class DecompressedOperands:
+class DecompressedOperands(NamedTuple):
     """The tensors that the kernel reads.
 
     Attributes:
@@ -163,17 +171,104 @@ class DecompressedOperands:
     scales: Tensor | None = None
     starts: Tensor | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them that are there."""
-        found = [self.q_nope, self.q_rope, self.keys, self.values, self.k_rope, self.lengths]
-        return [*found, *(extra for extra in (self.scales, self.starts) if extra is not None)]
+
+def _arguments(
+    operands: DecompressedOperands,
+    o: Tensor,
+    lse: Tensor,
+    shape: DecompressedShape,
+    tiling: DecompressedTiling,
+    sms: int,
+    strides: Sequence[Sequence[int]],
+    requests: int,
+    **numbers: Any,
+) -> DecompressedArguments:
+    """The arguments of a launch.
+
+    Args:
+        o: output, contiguous like the queries.
+        strides: of keys, values and rope keys, from a token to a head to a request.
+        numbers: the other sizes, by name.
+    """
+    splits, rope = shape.splits(tiling, sms), operands.k_rope.shape[-1] > 0
+    o_partial = lse_partial = None
+    if splits > 1:
+        o_partial = o.new_empty((splits, *o.shape), dtype=torch.float32)
+        lse_partial = lse.new_empty((splits, *lse.shape))
+    absent = {} if rope else {"q_rope": None, "k_rope": None}
+    keys, values, k_rope = strides
+    return DecompressedArguments(
+        **{**operands._asdict(), **absent},
+        o=o,
+        lse=lse,
+        o_partial=o_partial,
+        lse_partial=lse_partial,
+        requests=requests,
+        queries=o.shape[-3],
+        heads=o.shape[-2],
+        key_token=keys[0],
+        key_head=Int64Arg(keys[1]),
+        key_request=Int64Arg(keys[2]),
+        value_row=values[0],
+        value_head=Int64Arg(values[1]),
+        value_request=Int64Arg(values[2]),
+        rope_token=k_rope[0] if rope else 0,
+        rope_request=Int64Arg(k_rope[1] if rope else 0),
+        splits=splits,
+        ctas=shape.ctas(tiling, sms),
+        merge_ctas=min(sms * MERGE_CTAS_PER_SM, lse.numel()),
+        **numbers,
+    )
+
+
+def attend_request(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_rope: Tensor,
+    length: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Attention of one request over its decompressed tokens.
+
+    Args:
+        q_nope: `[s, h, d]`, contiguous.
+        q_rope: `[s, h, p]`, contiguous.
+        keys: `[t, h, d]`, a view with any strides of whole 16 bytes, 1 in the last dimension.
+        values: `[t, h, v]`, likewise.
+        k_rope: `[t, p]`, likewise.
+        length: int32 `[1]` on the device, t.
+        o: `[s, h, v]`, contiguous; written.
+        lse: float32 `[s, h]`, contiguous; written, natural logarithm.
+        causal: Whether the last query is at the last token, and none sees a later one.
+        scale: Factor on the scores.
+    """
+    (s, h, d), t, tiling = q_nope.shape, keys.shape[0], DecompressedTiling()
+    sms = sm_count_of(q_nope.device.index)
+    widths = HeadWidths(d, k_rope.shape[-1], values.shape[-1])
+    shape = DecompressedShape(1, s, h, t, may_be_long(widths))
+    first, second, third = keys.stride(), values.stride(), k_rope.stride(0)
+    arguments = _arguments(
+        DecompressedOperands(q_nope, q_rope, keys, values, k_rope, length), o, lse, shape, tiling,
+        sms, ((*first[:2], t * first[0]), (*second[:2], t * second[0]), (third, t * third)), 1,
+        slots=t, kept=t, causal=int(causal), scale_log2e=scale * math.log2(math.e),
+    )  # fmt: skip
+    program = call_program(
+        DecompressedSm90.decompressed_attention, DecompressedSm90, tiling, arguments, q_nope,
+        pairing=shape.pairing(tiling), partials=arguments.splits > 1, widths=widths,
+        kv_block=shape.kv_block(tiling, sms),
+    )  # fmt: skip
+    program(*arguments)
 
 
 def decompressed_stage(
     plan: HopperPlan,
     tiling: DecompressedTiling,
-    dtype: type,
     operands: DecompressedOperands,
     shape: DecompressedShape,
     kept: int,
@@ -187,14 +282,8 @@ def decompressed_stage(
 
     Args:
         plan: the plan that it belongs to, whose `decompressed_shape` is `shape`.
-        tiling: its tiling.
-        dtype: element type of queries and output, as the language names it.
-        operands: what it reads.
-        shape: how the work may be divided.
         kept: tokens of a request that are decompressed, or those of the prefix.
         share: SMs that it gets when the tiling names none.
-        cost_fn: its FLOPs and bytes.
-        configs: candidate tilings.
         shared: whether the tokens are a prefix of all requests.
         alone: whether no other kernel attends to the tokens before a ring.
     """
@@ -203,9 +292,9 @@ def decompressed_stage(
     p, fp8, ring = k_rope.shape[-1], operands.scales is not None, operands.starts is not None
     widths = HeadWidths(d, p, d if fp8 else values.shape[-1])
     rows = b * s * h
-    queries = (
-        require_view("q_nope", q_nope, rows * d),
-        require_view("q_rope", operands.q_rope, rows * p) if p else None,
+    read = operands._replace(
+        q_nope=require_view("q_nope", q_nope, rows * d),
+        q_rope=require_view("q_rope", operands.q_rope, rows * p) if p else operands.q_rope,
     )
     o = q_nope.new_empty((b, s, h, widths.v))
     lse = q_nope.new_empty((b, s, h), dtype=torch.float32)
@@ -219,53 +308,21 @@ def decompressed_stage(
     if ring and shared:
         raise InvalidArgumentError("starts", "none for a shared prefix, which is no ring", "a ring")
 
-    def splits_of(tiling: DecompressedTiling) -> int:
-        return shape.splits(tiling, tiling.sms or share)
-
     def host_fn(tiling: DecompressedTiling) -> DecompressedSm90:
-        partials = splits_of(tiling) > 1
+        sms = tiling.sms or share
         return DecompressedSm90(
-            dtype, shape.pairing(tiling), fp8, columns, shared, partials, ring, ring and alone,
-            widths, shape.kv_block(tiling, tiling.sms or share),
+            ELEMENT_TYPES[plan.torch_dtype], shape.pairing(tiling), fp8, columns, shared,
+            shape.splits(tiling, sms) > 1, ring, ring and alone, widths,
+            shape.kv_block(tiling, sms),
         )  # fmt: skip
 
     def args_fn(tiling: DecompressedTiling) -> DecompressedArguments:
-        sms, splits = tiling.sms or share, splits_of(tiling)
-        o_partial, lse_partial = None, None
-        if splits > 1:
-            o_partial = o.new_empty((splits, *o.shape), dtype=torch.float32)
-            lse_partial = lse.new_empty((splits, *lse.shape))
-        return DecompressedArguments(
-            *queries,
-            keys=keys,
-            values=values,
-            k_rope=k_rope if p else None,
-            scales=operands.scales,
-            lengths=operands.lengths,
-            starts=operands.starts,
-            o=o,
-            lse=lse,
-            o_partial=o_partial,
-            lse_partial=lse_partial,
-            scale_log2e=plan.scale_log2e,
-            requests=b,
-            queries=s,
-            heads=h,
-            slots=keys.shape[2],
-            key_token=keys.stride(2),
-            key_head=Int64Arg(keys.stride(1)),
-            key_request=Int64Arg(keys.stride(0)),
-            value_row=values.stride(2),
-            value_head=Int64Arg(values.stride(1)),
-            value_request=Int64Arg(values.stride(0)),
-            rope_token=k_rope.stride(1) if p else 0,
-            rope_request=Int64Arg(k_rope.stride(0) if p else 0),
-            kept=kept,
-            causal=int(plan.causal),
-            splits=splits,
-            ctas=shape.ctas(tiling, sms),
-            merge_ctas=min(sms * MERGE_CTAS_PER_SM, rows),
-        )
+        strides = [[each.stride(2), each.stride(1), each.stride(0)] for each in (keys, values)]
+        return _arguments(
+            read, o, lse, shape, tiling, tiling.sms or share,
+            (*strides, [k_rope.stride(1), k_rope.stride(0)]), b, slots=keys.shape[2], kept=kept,
+            causal=int(plan.causal), scale_log2e=plan.scale_log2e,
+        )  # fmt: skip
 
     return CuteKernel(
         kernel_fn=DecompressedSm90.decompressed_attention,
@@ -274,7 +331,7 @@ def decompressed_stage(
         requires_arch="sm_90a",
         tiling=tiling,
         plan=plan,
-        input_tensors=operands.tensors,
+        input_tensors=[tensor for tensor in operands if tensor is not None],
         output_tensors=[o, lse],
         algorithmic_flops_bytes_fn=cost_fn,
         autotune_configs=configs,

@@ -8,7 +8,6 @@ loaded the programs.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,43 +67,38 @@ def run_stage(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> 
     return kept.launch(operands)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """One kernel: its launch, and per pointer the number of an operand or of workspace."""
-
-    program: RepeatedLaunch
-    pointers: tuple[int, ...]
-
-    def run(self, pointers: Sequence[int]) -> None:
-        self.program(*(pointers[number] for number in self.pointers))
+Step = Callable[[Sequence[int]], None]
+"""Launches on the pointers of a call: those of its operands, then of its workspace."""
 
 
-@dataclass(frozen=True)
-class _Sequential:
+def _in_order(steps: Sequence[Step]) -> Step:
     """Steps one after another."""
 
-    steps: "tuple[_Launch | _Sequential | _Concurrent, ...]"
+    def run(pointers: Sequence[int]) -> None:
+        for step in steps:
+            step(pointers)
 
-    def run(self, pointers: Sequence[int]) -> None:
-        for step in self.steps:
-            step.run(pointers)
+    return run
 
 
-@dataclass(frozen=True)
-class _Concurrent:
+def _at_once(steps: Sequence[Step], priorities: tuple[int, ...]) -> Step:
     """Steps on streams of their own, which fork from the current stream and join it again."""
 
-    steps: "tuple[_Launch | _Sequential | _Concurrent, ...]"
-    priorities: tuple[int, ...]
-
-    def run(self, pointers: Sequence[int]) -> None:
+    def run(pointers: Sequence[int]) -> None:
         current = torch.cuda.current_stream()
         fork = current.record_event()
-        for step, stream in zip(self.steps, _streams(current, self.priorities), strict=True):
+        for step, stream in zip(steps, _streams(current, priorities), strict=True):
             stream.wait_event(fork)
             with torch.cuda.stream(stream):
-                step.run(pointers)
+                step(pointers)
             current.wait_stream(stream)
+
+    return run
+
+
+def _launch(program: RepeatedLaunch, numbers: Sequence[int]) -> Step:
+    """One kernel, and per pointer the number of an operand or of workspace."""
+    return lambda pointers: program(*(pointers[number] for number in numbers))
 
 
 class KeptStage:
@@ -143,12 +137,12 @@ class KeptStage:
         pointers = [0]
         pointers += [0 if operand is None else operand.data_ptr() for operand in operands]
         pointers += [tensor.data_ptr() for tensor in workspace]
-        self._steps.run(pointers)
+        self._steps(pointers)
         return [workspace[number] for number in self._outputs]
 
-    def _recorded(self, stage: Stage) -> "_Launch | _Sequential | _Concurrent":
+    def _recorded(self, stage: Stage) -> Step:
         if isinstance(stage, KernelPipeline):
-            return _Sequential(tuple(self._recorded(part) for part in stage.stages))
+            return _in_order([self._recorded(part) for part in stage.stages])
         if isinstance(stage, ConcurrentKernels):
             failures = stage.joint_failures()
             if failures:
@@ -157,7 +151,7 @@ class KeptStage:
                 )
             members = stage.concurrent_kernels
             priorities = tuple(stage.stream_priorities) or (0,) * len(members)
-            return _Concurrent(tuple(self._recorded(member) for member in members), priorities)
+            return _at_once([self._recorded(member) for member in members], priorities)
         if not isinstance(stage, CuteKernel) or stage.host_fn is None or stage.args_fn is None:
             raise InvalidArgumentError("stage", "kernels with host_fn and args_fn", stage.name)
         host, arguments = stage.host_fn(stage.tiling), tuple(stage.args_fn(stage.tiling))
@@ -167,7 +161,7 @@ class KeptStage:
             for argument in arguments
             if argument is None or isinstance(argument, Tensor)
         )
-        return _Launch(_program(stage, host, arguments).repeated(*arguments), pointers)
+        return _launch(_program(stage, host, arguments).repeated(*arguments), pointers)
 
     def _number(self, tensor: Tensor) -> int:
         pointer = tensor.data_ptr()

@@ -18,14 +18,7 @@ class TmaTensor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: cute.Tensor, layout: Any, tile: Any, copy: Any = None) -> "TmaTensor":
-        """A tensor, copied to shared memory unless `copy` says otherwise.
-
-        Args:
-            tensor: in global memory.
-            layout: of a tile in shared memory.
-            tile: sizes of a tile.
-            copy: operation of the copy.
-        """
+        """A tensor, copied to shared memory unless `copy` says otherwise."""
         operation = copy or cpasync.CopyBulkTensorTileG2SOp()
         return cls(*cpasync.make_tiled_tma_atom(operation, tensor, layout, tile))
 
@@ -50,9 +43,7 @@ def transfer(given: TmaTensor, shared: cute.Tensor, tile: tuple[int, ...]) -> Tr
     """What TMA moves between shared memory and a tensor.
 
     Args:
-        given: the tensor.
         shared: tiles in shared memory, the modes of a tile first.
-        tile: sizes of a tile.
     """
     tiles = cute.local_tile(given.tensor, tile, (None,) * cute.rank(given.tensor))
     together = (cute.group_modes(each, 0, len(tile)) for each in (shared, tiles))

@@ -17,7 +17,6 @@ class LatentWidths:
     exist.
 
     Attributes:
-        k: latent width.
         p: rope width; 0 for rows without a rope part.
     """
 
@@ -89,3 +88,8 @@ HEAD_WIDTHS = tuple(
 def served_head_widths() -> str:
     """The widths that the decompressed kernel serves, for messages."""
     return " or ".join(f"({widths.d}, {widths.p}, {widths.v})" for widths in HEAD_WIDTHS)
+
+
+def row_places(columns: int) -> list[tuple[int, int]]:
+    """Where a thread has its numbers of an accumulator: each group of 8 columns, two of a group."""
+    return [(j, e) for j in range(columns // 8) for e in range(2)]

@@ -23,18 +23,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import MOST_TAKEN, THREADS
+from mla_var3.kernel.cute_python.mla.latent import ranges
 from mla_var3.kernel.cute_python.mla.latent.ops import quotient
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    ITEM_COST,
-    MERGE_COST,
-    Batch,
-    WorkRange,
-    item_count,
-    kv_blocks,
-    split_range,
-    split_step,
-    turns_length,
-)
 
 REQUEST_BITS, VISIT_BITS, BLOCK_BITS = 8, 8, 15
 """Bits of a request, of its visits and of its KV blocks: most that are sorted. A key has all
@@ -44,7 +34,7 @@ MOST_ITEMS = 2048
 """As many find room in shared memory."""
 NO_VISIT = MOST_VISITS - 1
 """Stands behind the last item of a group."""
-SPLIT_WORTH = MERGE_COST + 1
+SPLIT_WORTH = ranges.MERGE_COST + 1
 """KV blocks by which the longest sum of a group may exceed an equal share: the merge is saved, and
 sorting costs something. On an H200 batches that exceed it by up to 11 gained 0 to 15 %, by 15 to 21
 they lost 0 to 8 % (docs/results/2026-11-18-nvidia-h200-balance-rows.json)."""
@@ -99,13 +89,9 @@ def most_sum(splits, items, visits, longest, total, group_count):
     Args:
         splits: 1 where items would be split otherwise, 0 where groups would take turns.
         items: items of all requests, also those that find no query tile.
-        visits: visits of a request.
-        longest: most KV blocks of any item.
-        total: length of the line.
-        group_count: number of CTA groups.
     """
     shared = quotient(total, SHARED_WORTH) * cutlass.min(visits - 1, 1)
-    in_turns = (turns_length(longest, items, group_count) - SORT_WORTH) * group_count
+    in_turns = (ranges.turns_length(longest, items, group_count) - SORT_WORTH) * group_count
     return splits * (total + shared + SPLIT_WORTH * group_count) + (1 - splits) * in_turns
 
 
@@ -115,8 +101,6 @@ def filled_sum(splits, visits, group_ctas, longest, longest_whole, total, group_
     With their merge; `longest` where nothing may be split, or no KV blocks would be shared.
 
     Args:
-        splits, visits, total, group_count: as for `most_sum`.
-        group_ctas: CTAs of a group.
         longest: longest sum of a group that takes whole items only.
         longest_whole: the same without the last turn, which not all groups have.
     """
@@ -136,14 +120,11 @@ def worth_sorting(splits, requests, visits, present, longest, total, group_count
     Equal items are never sorted in vain.
 
     Args:
-        splits, visits, longest, total, group_count: as for `most_sum`.
-        requests: requests of the batch.
         present: items that find a query tile.
-        most: `most_sum`.
     """
     hopeful = cutlass.max(SHORT_ITEMS + 1 - longest, 2 * present - 3 * group_count + 1)
     hopeful = cutlass.min(cutlass.max(hopeful, visits - 1), most - total)
-    shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ITEM_COST)
+    shortest = 2 * quotient(total, cutlass.max(present, 1)) - (longest + ranges.ITEM_COST)
     least = quotient(present + group_count - 1, group_count) * shortest * group_count
     hopeful = cutlass.max(cutlass.min(hopeful, most - least + 1), splits * (visits - 1))
     fits = cutlass.min(MOST_ITEMS + 1 - present, MOST_BLOCKS - longest)
@@ -165,13 +146,7 @@ def item_at(order: cute.Tensor, place: Int32) -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class ItemsLeft:
-    """Items of the order as a line, for `split_range`: each like a request of one visit.
-
-    Attributes:
-        words, order: keys and order, see `ORDER_WORDS`.
-        first: place of the first one.
-        requests: how many.
-    """
+    """Items of the order as a line, for `split_range`: each like a request of one visit."""
 
     words: Any
     order: Any
@@ -209,12 +184,8 @@ def balance(
     """Sort the items if that may pay; all threads of the CTA call it together.
 
     Args:
-        batch: the items.
-        own: the `WorkRange` of this group.
         words, order: see `ORDER_WORDS`.
         taken: `MOST_TAKEN` items of 16 bits; then those that this group takes.
-        group_ctas: CTAs of a group.
-        group, group_count: this group, and how many there are.
 
     Returns:
         The fields of `WorkRange` that change: balanced, begin, begin_block, end, end_block, step,
@@ -235,8 +206,10 @@ def balance(
         for request in cutlass.range(thread, padded, THREADS, unroll=1):
             key = Int32(0)
             if request < requests:
-                key = (kv_blocks(batch, request) << REQUEST_BITS) + (MOST_REQUESTS - 1 - request)
-                key = (key << VISIT_BITS) + item_count(request, visits, batch.packed)
+                key = (ranges.kv_blocks(batch, request) << REQUEST_BITS) + (
+                    MOST_REQUESTS - 1 - request
+                )
+                key = (key << VISIT_BITS) + ranges.item_count(request, visits, batch.packed)
             words[request] = key
         if thread < len(Sums):
             words[MOST_REQUESTS + thread] = Int32(0)
@@ -259,7 +232,7 @@ def balance(
             turn = Int32(0)
             while place < present:
                 request, _ = item_at(order, place)
-                last = (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ITEM_COST
+                last = (words[request] >> (REQUEST_BITS + VISIT_BITS)) + ranges.ITEM_COST
                 cost += last
                 turn += 1
                 place = turn_place(turn, thread, group_count)
@@ -290,9 +263,9 @@ def balance(
             if splits:
                 line = ItemsLeft(words, order, first_left, present - first_left)
                 blocks, count = line.lane_items(Int32(0))
-                left, begin_block, left_end, end_block = split_range(
+                left, begin_block, left_end, end_block = ranges.split_range(
                     line, (line.requests + 31) >> 5, blocks, count, words[Sums.BEFORE],
-                    words[Sums.BEFORE] + words[Sums.OWN], split_step(1, visits),
+                    words[Sums.BEFORE] + words[Sums.OWN], ranges.split_step(1, visits),
                 )  # fmt: skip
                 first_left += left
                 pieces = left_end - left
@@ -315,14 +288,14 @@ def balance(
 
 
 def balanced(
-    batch: Batch,
-    own: WorkRange,
+    batch: ranges.Batch,
+    own: ranges.WorkRange,
     words: cute.Pointer,
     taken: cute.Tensor,
     group_ctas: Int32,
     group: Int32,
     group_count: Int32,
-) -> WorkRange:
+) -> ranges.WorkRange:
     """The range of a group, of the items that it takes where these are balanced.
 
     The arguments are those of `balance`.

@@ -130,16 +130,7 @@ class LatentLaunch(PointerLaunch):
         workspace: Mapping[str, int] | None = None,
         overlap: str = "",
     ) -> None:
-        """Keep what the launches have in common.
-
-        Args:
-            launch: the program with its numbers.
-            device: the GPU.
-            sm_count: SMs of the launch.
-            fields: names of the arguments in order.
-            workspace: see the class.
-            overlap: see `LatentOptions`.
-        """
+        """Keep what the launches have in common."""
         super().__init__(launch, fields)
         self._overlap = overlap
         self.workspace: Mapping[str, int] = workspace or {}
@@ -200,16 +191,7 @@ def call_program(
     like: Tensor,
     **constants: Any,
 ) -> CuteProgram:
-    """The program of a call, compiled for its dtype and for which of its arguments are present.
-
-    Args:
-        kernel_fn: the kernel function of the attention.
-        host_class: the host code, constructed with an element type and the constants.
-        tiling: the tiling of the attention.
-        arguments: those of the host code.
-        like: a tensor of the call's dtype and device.
-        constants: what else the program is compiled for.
-    """
+    """The program of a call, compiled for its dtype and for which of its arguments are present."""
     present = tuple(argument is not None for argument in arguments)
     key = (kernel_fn, host_class, like.dtype, present, *constants.items(), like.device.index)
     program: CuteProgram | None = _programs.get(key)

@@ -38,14 +38,9 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.widths import row_places
+from mla_var3.kernel.cute_python.mla.latent import mask
 from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
-from mla_var3.kernel.cute_python.mla.latent.mask import (
-    first_hidden,
-    needs_mask,
-    row_begin,
-    row_limit,
-    tree_hides,
-)
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     WARPGROUP_BARRIERS,
@@ -87,21 +82,7 @@ def compute_few(
     strict: cutlass.Constexpr,
     mailbox: cutlass.Constexpr,
 ):
-    """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
-
-    Args:
-        qk_mma, pv_mma: scores and values, `columns` wide.
-        shared: query tile and KV blocks, `SharedTiles`.
-        barriers: mbarriers.
-        exchange: `FewExchange`.
-        outputs: `Outputs`.
-        scale_log2e: softmax scale times log2 e.
-        scheduler: the CTA's work tiles.
-        columns: query rows, rounded up to a multiple of 8.
-        dtype: element type.
-        strict: see `arrive`.
-        mailbox: `Mailbox` of a kernel with clusters, else None.
-    """
+    """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     t = thread % WARPGROUP
@@ -144,12 +125,11 @@ def compute_few(
         following = scheduler.next_tile(tile)
         acc_o.fill(0.0)
         sums.fill(0.0)
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                limits[e, j] = row_limit(tile, own_row(j, e, lane), scheduler)
-                if const_expr(scheduler.window is not None):
-                    begins[e, j] = row_begin(tile, own_row(j, e, lane), scheduler)
-        lowest = first_hidden(tile, scheduler)
+        for j, e in row_places(columns):
+            limits[e, j] = mask.row_limit(tile, own_row(j, e, lane), scheduler)
+            if const_expr(scheduler.window is not None):
+                begins[e, j] = mask.row_begin(tile, own_row(j, e, lane), scheduler)
+        lowest = mask.first_hidden(tile, scheduler)
         if not started:  # later tiles have their first scores from the tile before
             started = Boolean(True)
             cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
@@ -164,7 +144,7 @@ def compute_few(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair) * KV_BLOCK
-                if needs_mask(token, lowest, tile, scheduler):
+                if mask.needs_mask(token, lowest, tile, scheduler):
                     mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
@@ -205,7 +185,7 @@ def compute_few(
                 receive_scales_few(scale, sums, exchange.scales, 0, lane, columns)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
-                if needs_mask(token, lowest, tile, scheduler):
+                if mask.needs_mask(token, lowest, tile, scheduler):
                     mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
@@ -254,15 +234,14 @@ def mask_few(
     """Set the scores of tokens that a row does not see to -inf, whatever they are."""
     for r in cutlass.range_constexpr(2):
         token = own_token(t, first_token) + 8 * r
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                hidden = token >= limits[e, j]
-                if const_expr(scheduler.window is not None):
-                    hidden = hidden or token < begins[e, j]
-                if const_expr(scheduler.tree is not None):
-                    hidden = hidden or tree_hides(tile, own_row(j, e, t), token, scheduler)
-                if hidden:
-                    s[(e, j), r] = -Float32.inf
+        for j, e in row_places(columns):
+            hidden = token >= limits[e, j]
+            if const_expr(scheduler.window is not None):
+                hidden = hidden or token < begins[e, j]
+            if const_expr(scheduler.tree is not None):
+                hidden = hidden or mask.tree_hides(tile, own_row(j, e, t), token, scheduler)
+            if hidden:
+                s[(e, j), r] = -Float32.inf
 
 
 @cute.jit
@@ -286,36 +265,32 @@ def softmax_few(
     """
     row_max, scales, warp_rows = exchange.row_max, exchange.scales, exchange.warp_rows
     lane = t % 32
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            top = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
-            top = reduce_lanes(top, cute.arch.fmax)
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = top
+    for j, e in row_places(columns):
+        top = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
+        top = reduce_lanes(top, cute.arch.fmax)
+        if lane < 4:
+            warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = top
     sync_warpgroup(WARPGROUP_BARRIERS[group])
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, lane)
-            top = reduce_warps(
-                warp_rows, row, group * WARPGROUP_WARPS, WARPGROUP_WARPS, cute.arch.fmax
-            )
-            old = row_max[row, 1 - group]
-            if first:
-                old = Float32(SCORE_FLOOR)
-            new = old
-            if top * scale_log2e > old + LAZY_RISE:
-                new = top * scale_log2e
-            scale = cute.math.exp2(old - new, fastmath=True)
-            own_scale[e, j] = scale
-            if t < 4:
-                scales[row, group] = scale
-                row_max[row, group] = new
-            total = sums[e, j] * scale
-            for r in cutlass.range_constexpr(2):
-                value = cute.math.exp2(s[(e, j), r] * scale_log2e - new, fastmath=True)
-                total += value
-                p[row, own_token(t) + 8 * r] = value.to(dtype)
-            sums[e, j] = total
+    for j, e in row_places(columns):
+        row = own_row(j, e, lane)
+        top = reduce_warps(warp_rows, row, group * WARPGROUP_WARPS, WARPGROUP_WARPS, cute.arch.fmax)
+        old = row_max[row, 1 - group]
+        if first:
+            old = Float32(SCORE_FLOOR)
+        new = old
+        if top * scale_log2e > old + LAZY_RISE:
+            new = top * scale_log2e
+        scale = cute.math.exp2(old - new, fastmath=True)
+        own_scale[e, j] = scale
+        if t < 4:
+            scales[row, group] = scale
+            row_max[row, group] = new
+        total = sums[e, j] * scale
+        for r in cutlass.range_constexpr(2):
+            value = cute.math.exp2(s[(e, j), r] * scale_log2e - new, fastmath=True)
+            total += value
+            p[row, own_token(t) + 8 * r] = value.to(dtype)
+        sums[e, j] = total
 
 
 @cute.jit
@@ -328,23 +303,20 @@ def receive_scales_few(
     columns: cutlass.Constexpr,
 ):
     """Read the other warpgroup's scales and apply them to the sums."""
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            scale[e, j] = scales[own_row(j, e, lane), group]
-            sums[e, j] = sums[e, j] * scale[e, j]
+    for j, e in row_places(columns):
+        scale[e, j] = scales[own_row(j, e, lane), group]
+        sums[e, j] = sums[e, j] * scale[e, j]
 
 
 @cute.jit
 def rescale_few(o: cute.Tensor, scale: cute.Tensor, columns: cutlass.Constexpr):
     """Multiply the output by its rows' scales, unless those of the whole warp are 1."""
     needed = scale[0, 0] != 1.0
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            needed = needed or scale[e, j] != 1.0
+    for j, e in row_places(columns):
+        needed = needed or scale[e, j] != 1.0
     if cute.arch.vote_ballot_sync(needed) != 0:
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                o[(e, j), None].store(o[(e, j), None].load() * scale[e, j])
+        for j, e in row_places(columns):
+            o[(e, j), None].store(o[(e, j), None].load() * scale[e, j])
 
 
 @cute.jit
@@ -369,27 +341,25 @@ def merge_halves_few(
     publish_sums(sums, warp_rows, t, group, columns)
     meet()  # and no warp of the cluster reads its KV blocks any more
     totals = cute.make_rmem_tensor((2, columns // 8), Float32)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, lane)
-            totals[e, j] = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
-            sums[e, j] = Float32(0.0)
-            if group != rank and t < 4:
-                send_row(totals[e, j], row_max[row, 1], row, mailbox, 1 - rank)
+    for j, e in row_places(columns):
+        row = own_row(j, e, lane)
+        totals[e, j] = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
+        sums[e, j] = Float32(0.0)
+        if group != rank and t < 4:
+            send_row(totals[e, j], row_max[row, 1], row, mailbox, 1 - rank)
     if group != rank:
         send_values(o, mailbox, 1 - rank, t)
     meet()
     if group == rank:
         own, other = (cute.make_rmem_tensor((2, columns // 8), Float32) for _ in range(2))
         tops = cute.make_rmem_tensor((2, columns // 8), Float32)
-        for j in cutlass.range_constexpr(columns // 8):
-            for e in cutlass.range_constexpr(2):
-                row = own_row(j, e, lane)
-                total, tops[e, j], own[e, j], other[e, j] = weights(
-                    totals[e, j], row_max[row, 1], mailbox.rows[row, 0], mailbox.rows[row, 1]
-                )
-                if t < 4:
-                    sums[e, j] = total
+        for j, e in row_places(columns):
+            row = own_row(j, e, lane)
+            total, tops[e, j], own[e, j], other[e, j] = weights(
+                totals[e, j], row_max[row, 1], mailbox.rows[row, 0], mailbox.rows[row, 1]
+            )
+            if t < 4:
+                sums[e, j] = total
         sync_warpgroup(WARPGROUP_BARRIERS[0] + group)  # all have read the maxima
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
@@ -409,11 +379,10 @@ def publish_sums(
 ):
     """Write the sums of this warp's probabilities for the other warps."""
     lane = t % 32
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            total = reduce_lanes(sums[e, j], operator.add)
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = total
+    for j, e in row_places(columns):
+        total = reduce_lanes(sums[e, j], operator.add)
+        if lane < 4:
+            warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = total
 
 
 @cute.jit
@@ -436,31 +405,30 @@ def finish_few(
     publish_sums(sums, warp_rows, t, group, columns)
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     slot = partial_slot(tile, scheduler)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = own_row(j, e, lane)
-            total = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
-            inverse, lse_log2 = normaliser(total, exchange.row_max[row, 1])
-            column = own_token(t, group * half)
-            writes_lse = group == 0 and t < 4
-            partial, exists = writes(tile, row < tile.rows, group, scheduler)
-            if exists and partial:
-                if writes_lse:
-                    lse_partial[slot * ROWS + row] = lse_log2
-                start = (Int64(slot) * ROWS + row) * k + column
-                for m_tile in cutlass.range_constexpr(half // 64):
-                    for r in cutlass.range_constexpr(2):
-                        place = outputs.o_partial + (start + m_tile * 64 + r * 8)
-                        target = cute.make_tensor(place, 1)
-                        target[0] = o[(e, j), (r, m_tile)] * inverse
-            elif exists:
-                at = Int64(tile.base + row)
-                if writes_lse:
-                    lse[at] = final_lse(lse_log2, outputs.empty_positive)
-                for m_tile in cutlass.range_constexpr(half // 64):
-                    for r in cutlass.range_constexpr(2):
-                        start = at * k + column + m_tile * 64 + r * 8
-                        target = cute.make_tensor(outputs.o_latent + start, 1)
-                        target[0] = (o[(e, j), (r, m_tile)] * inverse).to(dtype)
+    for j, e in row_places(columns):
+        row = own_row(j, e, lane)
+        total = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
+        inverse, lse_log2 = normaliser(total, exchange.row_max[row, 1])
+        column = own_token(t, group * half)
+        writes_lse = group == 0 and t < 4
+        partial, exists = writes(tile, row < tile.rows, group, scheduler)
+        if exists and partial:
+            if writes_lse:
+                lse_partial[slot * ROWS + row] = lse_log2
+            start = (Int64(slot) * ROWS + row) * k + column
+            for m_tile in cutlass.range_constexpr(half // 64):
+                for r in cutlass.range_constexpr(2):
+                    place = outputs.o_partial + (start + m_tile * 64 + r * 8)
+                    target = cute.make_tensor(place, 1)
+                    target[0] = o[(e, j), (r, m_tile)] * inverse
+        elif exists:
+            at = Int64(tile.base + row)
+            if writes_lse:
+                lse[at] = final_lse(lse_log2, outputs.empty_positive)
+            for m_tile in cutlass.range_constexpr(half // 64):
+                for r in cutlass.range_constexpr(2):
+                    start = at * k + column + m_tile * 64 + r * 8
+                    target = cute.make_tensor(outputs.o_latent + start, 1)
+                    target[0] = (o[(e, j), (r, m_tile)] * inverse).to(dtype)
     # The next tile's first maximum must not be written before all warps have read this one.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)

@@ -11,28 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
-from mla_var3.kernel.cute_python.mla.latent.balance import (
-    MOST_ITEMS,
-    MOST_REQUESTS,
-    filled_sum,
-    most_sum,
-    turn_place,
-    worth_sorting,
-)
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    CLUSTER,
-    ITEM_COST,
-    LONGEST_ALIGNED,
-    SPANS,
-    aligning_pays,
-    halves_pay,
-    range_position,
-    shortest_span,
-    span_step,
-    split_block,
-    split_step,
-    takes_turns,
-)
+from mla_var3.kernel.cute_python.mla.latent import balance, ranges
 
 SPLIT_COST = 0.05
 """Share of the time that writing and merging partials costs at most. Not measured on its own."""
@@ -98,7 +77,6 @@ def group_shape(
 
     Args:
         tiles: query tiles of the request with most rows.
-        requests: requests of the batch.
         sm_count: CTAs that the device runs at the same time.
         group_ctas: a chosen size of a group; 0 takes the one that leaves the fewest SMs idle.
         total_tiles: query tiles of all requests, about, where most have fewer than `tiles`; 0
@@ -120,7 +98,7 @@ def group_shape(
             shared = most * min(1.0, requests * size / taken)
             streams = shared if 2 * taken <= most * size else most
             # They also do where items are balanced.
-            sorts = requests <= MOST_REQUESTS and taken <= MOST_ITEMS * size
+            sorts = requests <= balance.MOST_REQUESTS and taken <= balance.MOST_ITEMS * size
             balanced = sorts and taken >= SURE_TURNS * most * size
             used = most * size / sm_count / max(1.0, (shared if balanced else streams) / STREAMS)
             share = (1.0 - cost) * total_tiles / taken * used - STREAM_COST * streams
@@ -145,21 +123,14 @@ def group_shape(
     best = max(share for share, _ in candidates)
     near = (shape for share, shape in candidates if share >= best - GROUP_WORTH)
     found = max(near, key=lambda shape: shape.group_ctas)
-    paired = found.group_count % CLUSTER == 0
-    if paired and found.group_count >= CLUSTER * requests * found.visits:
-        return replace(found, cluster_ctas=CLUSTER)
+    paired = found.group_count % ranges.CLUSTER == 0
+    if paired and found.group_count >= ranges.CLUSTER * requests * found.visits:
+        return replace(found, cluster_ctas=ranges.CLUSTER)
     return found
 
 
 def ragged_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[int, int]:
-    """`total_tiles` and `token_tiles` of `group_shape`, as far as the host knows them.
-
-    Args:
-        queries: query tokens of all requests.
-        requests: requests of the batch.
-        max_q: most query tokens of a request.
-        heads: query heads.
-    """
+    """`total_tiles` and `token_tiles` of `group_shape`, as far as the host knows them."""
     # The last tile of a request is half full on average, unless tokens fill tiles.
     part = 0.0 if heads % ROWS == 0 else 0.5 * (1 - min(heads, ROWS) / ROWS)
     total = round(max(queries * heads / ROWS + requests * part, requests))
@@ -174,20 +145,16 @@ def aligned_groups(blocks: int, span: int) -> int:
 
 
 def aligned_span(blocks: Sequence[int], groups: int, step: int) -> int:
-    """KV blocks of a range where all ranges are aligned to items, 0 where they are not.
-
-    Args:
-        blocks: KV blocks of the items.
-        groups: number of CTA groups.
-        step: see `split_step`.
-    """
-    if len(blocks) > groups or max(blocks, default=0) >= LONGEST_ALIGNED:
+    """KV blocks of a range where all ranges are aligned to items, 0 where they are not."""
+    if len(blocks) > groups or max(blocks, default=0) >= ranges.LONGEST_ALIGNED:
         return 0
-    shortest = shortest_span(sum(blocks), groups, step)
-    total = sum(blocks) + ITEM_COST * len(blocks)
-    for span in itertools.islice(itertools.count(shortest, span_step(shortest, step)), SPANS):
+    shortest = ranges.shortest_span(sum(blocks), groups, step)
+    total = sum(blocks) + ranges.ITEM_COST * len(blocks)
+    for span in itertools.islice(
+        itertools.count(shortest, ranges.span_step(shortest, step)), ranges.SPANS
+    ):
         if sum(aligned_groups(n, span) for n in blocks) <= groups:
-            return span if aligning_pays(span, total, groups, step) else 0
+            return span if ranges.aligning_pays(span, total, groups, step) else 0
     return 0
 
 
@@ -200,24 +167,22 @@ def range_begins(
     are taken in turns there are in order here; each group still gets its number of them.
 
     Args:
-        lengths: tokens of the requests.
-        shape: CTA groups.
         counts: items of each packed request (`scheduler.item_count`); None where all have one for
             every visit.
     """
     items = _items(lengths, shape, counts)
-    groups, step = shape.group_count, split_step(shape.group_ctas, shape.visits)
-    total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
-    if takes_turns(max((n for _, n in items), default=0), behind, groups, total):
+    groups, step = shape.group_count, ranges.split_step(shape.group_ctas, shape.visits)
+    total, behind = sum(n + ranges.ITEM_COST for _, n in items), len(lengths) * shape.visits
+    if ranges.takes_turns(max((n for _, n in items), default=0), behind, groups, total):
         each, rest = divmod(behind, groups)
         return [(group * each + min(group, rest), 0) for group in range(groups + 1)]
     span = aligned_span([n for _, n in items], groups, step)
-    item_cost, align = (0, span) if span else (ITEM_COST, 1)
+    item_cost, align = (0, span) if span else (ranges.ITEM_COST, 1)
     sizes = (aligned_groups(n + item_cost, align) * align for _, n in items)
     starts = list(itertools.accumulate(sizes, initial=0))
     line, begins = span * groups or total, []
     for group in range(groups + 1):
-        position = range_position(line, group, groups)
+        position = ranges.range_position(line, group, groups)
         at, more, block = _split_at(position, starts, items, item_cost, step)
         begins.append((behind, 0) if at == len(items) else (items[at][0] + more, block))
     return begins
@@ -238,7 +203,7 @@ def _split_at(
     if at == len(items):
         return at, 0, 0
     local, blocks = position - starts[at], items[at][1]
-    block = split_block(local, item_cost, step)
+    block = ranges.split_block(local, item_cost, step)
     return (at, 1, 0) if block >= blocks and local > 0 else (at, 0, block)
 
 
@@ -259,9 +224,12 @@ def in_halves(
 ) -> bool:
     """Whether two groups share every item, as `work_range` decides; arguments of `range_begins`."""
     blocks = [n for _, n in _items(lengths, shape, counts)]
-    total, step = sum(blocks) + ITEM_COST * len(blocks), split_step(shape.group_ctas, shape.visits)
+    total, step = (
+        sum(blocks) + ranges.ITEM_COST * len(blocks),
+        ranges.split_step(shape.group_ctas, shape.visits),
+    )
     longest = max(blocks, default=0)
-    return shape.cluster_ctas > 1 and halves_pay(longest, shape.group_count, total, step)
+    return shape.cluster_ctas > 1 and ranges.halves_pay(longest, shape.group_count, total, step)
 
 
 def balanced_items(
@@ -272,26 +240,27 @@ def balanced_items(
     Each with its first KV block and the one behind the last. The arguments are those of
     `range_begins`.
     """
-    if len(lengths) > MOST_REQUESTS:
+    if len(lengths) > balance.MOST_REQUESTS:
         return None
     items = _items(lengths, shape, counts)
     groups, longest = shape.group_count, max((n for _, n in items), default=0)
-    total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * shape.visits
-    splits = int(groups > 1 and not takes_turns(longest, behind, groups, total))
-    most = most_sum(splits, behind, shape.visits, longest, total, groups)
+    total, behind = sum(n + ranges.ITEM_COST for _, n in items), len(lengths) * shape.visits
+    splits = int(groups > 1 and not ranges.takes_turns(longest, behind, groups, total))
+    most = balance.most_sum(splits, behind, shape.visits, longest, total, groups)
     sizes = (splits, len(lengths), shape.visits, len(items), longest, total, groups, most)
-    if not worth_sorting(*sizes):
+    if not balance.worth_sorting(*sizes):
         return None
     order = sorted(items, key=lambda item: -item[1])
     turns = len(order) // groups
     places = [
-        [turn_place(turn, group, groups) for turn in range(turns + 1)] for group in range(groups)
+        [balance.turn_place(turn, group, groups) for turn in range(turns + 1)]
+        for group in range(groups)
     ]
     taken = [[order[place] for place in own if place < len(order)] for own in places]
-    sums = [[n + ITEM_COST for _, n in own] for own in taken]
+    sums = [[n + ranges.ITEM_COST for _, n in own] for own in taken]
     whole = [sum(own[:turns]) for own in sums]
     longest_sum = max(map(sum, sums))
-    filled = filled_sum(
+    filled = balance.filled_sum(
         splits, shape.visits, shape.group_ctas, longest_sum, max(whole), total, groups
     )
     if min(longest_sum, filled) * groups > most:
@@ -300,11 +269,11 @@ def balanced_items(
     if filled >= longest_sum:
         return found
     left = order[turns * groups :]
-    starts = list(itertools.accumulate((n + ITEM_COST for _, n in left), initial=0))
+    starts = list(itertools.accumulate((n + ranges.ITEM_COST for _, n in left), initial=0))
     lacks = (max(-(-total // groups) - own, 0) for own in whole)
-    begins, step = [], split_step(1, shape.visits)
+    begins, step = [], ranges.split_step(1, shape.visits)
     for position in itertools.accumulate(lacks, initial=0):
-        at, more, block = _split_at(position, starts, left, ITEM_COST, step)
+        at, more, block = _split_at(position, starts, left, ranges.ITEM_COST, step)
         begins.append((at + more, block))
     return [
         _pieces(left, *borders) + own[:turns]

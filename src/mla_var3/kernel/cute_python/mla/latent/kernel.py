@@ -53,6 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, prefetch_descriptors
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent import ops, producer
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.cluster import ClusterHost, mailbox_of
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
@@ -73,19 +74,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     Partials,
     groups_of,
     latent_arguments,
-)
-from mla_var3.kernel.cute_python.mla.latent.ops import (
-    IndexTensors,
-    LaunchSizes,
-    Outputs,
-    OutputTensors,
-)
-from mla_var3.kernel.cute_python.mla.latent.producer import (
-    Mbarrier,
-    SharedTiles,
-    Sources,
-    init_barriers,
-    produce,
 )
 from mla_var3.kernel.cute_python.mla.latent.ranges import CLUSTER
 from mla_var3.kernel.cute_python.mla.latent.records import (
@@ -112,6 +100,7 @@ def exchanged_type(few: int) -> Any:
     return Float32 if few > 0 else Float16
 
 
+@dataclass(eq=False, repr=False)
 class FlashMLASm90(ClusterHost):
     """Host and device code for one element type and pair of widths.
 
@@ -130,28 +119,18 @@ class FlashMLASm90(ClusterHost):
     See `ClusterHost` for `clusters`.
     """
 
-    def __init__(
-        self,
-        dtype,
-        few=0,
-        strict=False,
-        empty_positive=False,
-        early=False,
-        head_box=0,
-        widths=LatentWidths(),
-        overlap="",
-        clusters=None,
-    ):
-        self.widths = widths
-        self.overlap = overlap
-        self.clusters = clusters
-        self.early = early
-        self.head_box = head_box
-        self.dtype = dtype
-        self.few = few
-        self.q_rows = few if few > 0 else ROWS
-        self.strict = strict
-        self.empty_positive = empty_positive
+    dtype: Any
+    few: int = 0
+    strict: bool = False
+    empty_positive: bool = False
+    early: bool = False
+    head_box: int = 0
+    widths: LatentWidths = LatentWidths()
+    overlap: str = ""
+    clusters: Any = None
+
+    def __post_init__(self) -> None:
+        self.q_rows = self.few if self.few > 0 else ROWS
 
     @property
     def tries_merge(self) -> bool:
@@ -167,7 +146,7 @@ class FlashMLASm90(ClusterHost):
             arguments, LatentOperands, Partials, LatentSizes
         )
         dtype, widths = self.dtype, self.widths
-        read = LaunchSizes.of(sizes)
+        read = ops.LaunchSizes.of(sizes)
 
         # Latent columns as (64, tiles): a copy then takes several column tiles at once.
         latent_columns, rope_columns = (TILE, widths.tiles), widths.p
@@ -212,7 +191,7 @@ class FlashMLASm90(ClusterHost):
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
+            barriers: cute.struct.MemRange[Int64, len(producer.Mbarrier)]
             merge: cute.struct.MemRange[Int32, table_words]
             taken: cute.struct.MemRange[Int16, MOST_TAKEN]
             row_max: cute.struct.MemRange[Float32, ROWS]
@@ -261,7 +240,7 @@ class FlashMLASm90(ClusterHost):
             q_rope,
             copies_of(latent, widths.half),
             rope,
-            IndexTensors.of(operands, sizes),
+            ops.IndexTensors.of(operands, sizes),
             outputs_of(operands, partials, sizes),
             sizes.scale_log2e,
             read,
@@ -286,10 +265,10 @@ class FlashMLASm90(ClusterHost):
         q_rope: TmaTensor | None,
         latent: TmaTensor,
         rope: TmaTensor | None,
-        index: IndexTensors,
-        written: OutputTensors,
+        index: ops.IndexTensors,
+        written: ops.OutputTensors,
         scale_log2e: Float32,
-        sizes: LaunchSizes,
+        sizes: ops.LaunchSizes,
         row_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
     ):
@@ -300,7 +279,7 @@ class FlashMLASm90(ClusterHost):
         barriers = store.barriers.data_ptr()
         merge = merge_shared(store.merge.data_ptr(), store.q.data_ptr())
         if thread == 0:
-            init_barriers(barriers, 2 if self.few > 0 else 1)
+            producer.init_barriers(barriers, 2 if self.few > 0 else 1)
             reset_merge(merge)
             if const_expr(self.tries_merge):
                 prepare_trial(merge, sizes.total_queries * sizes.heads)
@@ -324,18 +303,18 @@ class FlashMLASm90(ClusterHost):
                 (store.q, q_layout), (store.even, row_layout), (store.odd, row_layout),
             )
         )  # fmt: skip
-        tiles = SharedTiles(q, even, odd, self.widths, self.q_rows)
+        tiles = producer.SharedTiles(q, even, odd, self.widths, self.q_rows)
         if warp_index >= PRODUCER_WARP:
             if const_expr(not self.tries_merge):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
-                sources = Sources(
+                sources = producer.Sources(
                     q_latent, q_rope, latent, rope, index.table, sizes.pages, sizes.page_tokens,
                     sizes.heads, self.head_box,
                 )  # fmt: skip
-                produce(sources, tiles, barriers, scheduler)
+                producer.produce(sources, tiles, barriers, scheduler)
                 if const_expr(self.overlap == "second"):
                     cute.arch.griddepcontrol_wait()
             elif warp_index == WATCHER_WARP:
@@ -394,11 +373,11 @@ class FlashMLASm90(ClusterHost):
                     outputs, merge, group_ctas, ctas, working, cta, self.q_rows, self.dtype, trial
                 )
 
-    def _outputs(self, written: OutputTensors) -> Outputs:
+    def _outputs(self, written: ops.OutputTensors) -> ops.Outputs:
         """What the consumers write, in the kernel."""
         partials = cute.recast_ptr(written.o_partial, dtype=exchanged_type(self.few))
         written = written._replace(o_partial=partials)
-        return Outputs(*written, self.empty_positive, self.widths)
+        return ops.Outputs(*written, self.empty_positive, self.widths)
 
 
 @dataclass
@@ -455,16 +434,8 @@ def latent_stage(
     """The attention over latent rows; its outputs are `o_latent` and `lse`.
 
     Args:
-        plan: the plan that it belongs to.
-        tiling: its tiling.
-        operands: its tensors.
         groups: the CTA groups of a launch with a tiling.
-        kv_lengths: tokens that are attended, per request.
         cost_fn: FLOPs and bytes of the attention, without those of the merge.
-        configs: candidate tilings.
-        newest: newest tokens to leave out.
-        sliding_window: newest tokens, up to itself, that a query sees; None for all.
-        clusters: see `FlashMLASm90`.
     """
     o_latent = operands.o_latent
     partials = allocate_partials(o_latent.device, plan.sm_count)

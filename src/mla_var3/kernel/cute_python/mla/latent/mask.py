@@ -60,14 +60,7 @@ def row_begin(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr)
 def needs_mask(
     token: Int32, lowest: Int32, tile: cutlass.Constexpr, scheduler: cutlass.Constexpr
 ) -> Boolean:
-    """Whether some row of a work tile does not see all tokens of the KV block from `token` on.
-
-    Args:
-        token: first token of the block.
-        lowest: see `first_hidden`.
-        tile: the work tile.
-        scheduler: the CTA's work tiles.
-    """
+    """Whether some row of a work tile does not see all tokens of the KV block from `token` on."""
     needed = token + KV_BLOCK > lowest
     if const_expr(scheduler.window is not None):
         # The last row of the tile sees the fewest old tokens.

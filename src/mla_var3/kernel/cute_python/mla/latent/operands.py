@@ -116,27 +116,17 @@ class LatentSizes(NamedTuple):
     """Numbers of one call of the latent kernel. Strides are in elements.
 
     Attributes:
-        scale_log2e: softmax scale times log2(e).
-        requests: b.
         queries: queries per request, the most of any where they differ.
-        heads: h.
-        total_rows: rows of `q_latent` and `lse`.
         q_latent_stride, q_rope_stride: between heads, and between all query rows unless the
             program has a `head_box`.
         q_latent_token_stride, q_rope_token_stride: between query tokens.
         pages, page_tokens: the first two dimensions of the cache, b and t for a dense one.
         max_tokens: slots of a request. Longer lengths are cut to it, so that no wrong length on the
             device makes the kernel read outside of the block table.
-        latent_page_stride, latent_stride, rope_page_stride, rope_stride: of the cache.
-        block_table_stride: between requests.
         tree_stride, tree_row_stride: between requests and between queries.
-        newest: newest tokens to leave out.
-        causal: 1 if a query sees no later token.
-        sliding_window: newest tokens, up to itself, that a query sees; None for all.
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
-        scheduled: 1 if an earlier launch has written `schedule`.
         group_ctas, visits, group_count, cluster_ctas: see `GroupShape` in `groups.py`.
         scales_page_stride: between the scales of two pages; 0 without scales per token.
     """
@@ -190,14 +180,7 @@ class ProjectionOperands(NamedTuple):
 
 
 class ProjectionSizes(NamedTuple):
-    """Numbers of the projections.
-
-    Attributes:
-        tokens: query tokens of all requests.
-        query_ctas: CTAs of the queries' projection.
-        output_head_ctas: CTAs per head of the outputs' projection.
-        output_columns: output columns of such a CTA.
-    """
+    """Numbers of the projections."""
 
     tokens: int
     query_ctas: int
@@ -227,15 +210,12 @@ class LatentOptions:
 
     Attributes:
         max_q: most queries of any request.
-        causal: whether a query sees no later token.
-        scale_log2e: softmax scale times log2(e).
         newest: newest tokens to leave out.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
         empty_positive: whether a query that sees no token has an LSE of +inf, not -inf.
         shards, shard: see `LatentSizes`.
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch: nothing is split, and one program serves all batches.
-        sliding_window: see `LatentSizes`.
-        scheduled: see `LatentSizes`.
         sms: SMs to use; 0 for all of the device.
         overlap: "first" where the next call may run at the same time, on other SMs, "second" for
             that call; see `FlashMLASm90`.
@@ -290,14 +270,7 @@ def can_box(heads: int) -> bool:
 def latent_arguments(
     operands: LatentOperands, partials: Partials, options: LatentOptions, shape: GroupShape
 ) -> tuple[Any, ...]:
-    """The arguments of the latent kernel's host entry, in the order of `LATENT_FIELDS`.
-
-    Args:
-        operands: its tensors.
-        partials: its workspace.
-        options: its options.
-        shape: how CTAs work together.
-    """
+    """The arguments of the latent kernel's host entry, in the order of `LATENT_FIELDS`."""
     q_latent, q_rope, latent, rope = operands[:4]
     table, tree, scales = operands.block_table, operands.tree, operands.scales
     heads = operands.lse.shape[-1]

@@ -39,9 +39,7 @@ class Outputs:
     """What the consumers write.
 
     Attributes:
-        o_latent, lse, o_partial, lse_partial, merges: see `OutputTensors`.
         empty_positive: see `final_lse`; constant.
-        widths: widths of the rows; constant.
     """
 
     o_latent: Any
@@ -57,8 +55,6 @@ class IndexTensors(NamedTuple):
     """What the scheduler and the producer read, in the order of the kernels' arguments.
 
     Attributes:
-        table: block table, or None.
-        lengths: tokens per request.
         total_lengths, query_begins, tree: see `scheduler.Scheduler`; None where not given.
         schedule: `[CTAs, RANGE_WORDS]`, see `schedule.py`; None for ranges that CTAs find.
     """
@@ -167,14 +163,7 @@ def compute_scores(
     phase: Int32,
     parts: cutlass.Constexpr,
 ):
-    """Issue acc = a b^T over the column tiles of a KV block as its parts arrive; does not wait.
-
-    Args:
-        mma, a, b, acc: the product and its operands, queries and keys in either order.
-        barriers: the mbarriers.
-        phase: phase of the parts' barriers.
-        parts: the `BlockPart`s.
-    """
+    """Issue acc = a b^T over the column tiles of a KV block as its parts arrive; does not wait."""
     # A private atom: setting a field of a shared one inside dynamic control flow is rejected.
     atom = cute.make_mma_atom(mma.op)
     for part in cutlass.range_constexpr(len(parts)):

@@ -71,10 +71,7 @@ class BlockPart:
     becoming the bottleneck (run 7 of docs/results/2026-11-15-nvidia-h200-cute-development.md).
 
     Attributes:
-        widths: widths of the block.
         half: which half of its latent columns: 0 is the left one.
-        has_rope: whether the rope part is loaded as well.
-        full, empty: their mbarriers.
     """
 
     widths: LatentWidths
@@ -119,7 +116,6 @@ def arrivals(barrier: Mbarrier, p_readers: int) -> int:
     """Arrivals that complete an mbarrier: the producer, or the warps that have read.
 
     Args:
-        barrier: the mbarrier.
         p_readers: warpgroups that read a P from shared memory, where a rope tile was.
     """
     if barrier.name.endswith("FULL"):
@@ -142,7 +138,6 @@ def arrive(barrier: cutlass.Constexpr, strict: cutlass.Constexpr):
     """Arrive at a named barrier where the other consumer warpgroup waits.
 
     Args:
-        barrier: the barrier.
         strict: wait for the other warpgroup as well. It is not needed, but the sanitizer does not
             follow an arrival without a wait.
     """
@@ -159,12 +154,6 @@ class Sources:
     Attributes:
         q, q_rope: query rows and their rope part; with a `head_box`, heads of query tokens. No
             rope part where p is 0.
-        latent, rope: the cache, as pages.
-        table: block table of a paged cache, or None.
-        pages: pages of the cache.
-        page_tokens: tokens of a page.
-        heads: query heads.
-        head_box: constant, see `operands.head_box`.
     """
 
     q: TmaTensor
@@ -185,7 +174,6 @@ class SharedTiles:
     Attributes:
         q: the query tile, of `q_rows` rows.
         even, odd: a pair of KV blocks, of 64 rows each.
-        widths: widths of the rows.
         q_rows: 64, or the fewer rows that requests have.
     """
 
@@ -253,25 +241,22 @@ def produce(
     scheduler: cutlass.Constexpr,
 ):
     """Load the query tiles and KV blocks of all work tiles of the CTA; one warp calls it."""
-    one = cute.make_layout(1)
     widths, latent, rope = shared.widths, sources.latent, sources.rope
-    parts = block_parts(widths)
-    even_halves, latent_blocks = cpasync.tma_partition(
-        latent.copy, 0, one, _halves(shared.even, widths), _blocks(latent.tensor, widths.half)
-    )
-    odd_halves, _ = cpasync.tma_partition(
-        latent.copy, 0, one, _halves(shared.odd, widths), _blocks(latent.tensor, widths.half)
-    )
-    even_rope = odd_rope = rope_copy = rope_blocks = None
+
+    def partitioned(source, tiles_of, columns):  # blocks of the cache, the even and the odd buffer
+        blocks, one = _blocks(source.tensor, columns), cute.make_layout(1)
+        even, found = cpasync.tma_partition(
+            source.copy, 0, one, tiles_of(shared.even, widths), blocks
+        )
+        odd, _ = cpasync.tma_partition(source.copy, 0, one, tiles_of(shared.odd, widths), blocks)
+        return found, even, odd
+
+    latent_blocks, even_halves, odd_halves = partitioned(latent, _halves, widths.half)
+    rope_copy = rope_blocks = even_rope = odd_rope = None
     if const_expr(rope is not None):
         rope_copy = rope.copy
-        even_rope, rope_blocks = cpasync.tma_partition(
-            rope.copy, 0, one, _rope(shared.even, widths), _blocks(rope.tensor, TILE)
-        )
-        odd_rope, _ = cpasync.tma_partition(
-            rope.copy, 0, one, _rope(shared.odd, widths), _blocks(rope.tensor, TILE)
-        )
-    even, odd = _Buffer(even_halves, even_rope), _Buffer(odd_halves, odd_rope)
+        rope_blocks, even_rope, odd_rope = partitioned(rope, _rope, TILE)
+    buffers = _Buffer(even_halves, even_rope), _Buffer(odd_halves, odd_rope)
     cache = _Cache(
         latent.copy, latent_blocks, rope_copy, rope_blocks,
         sources.table, sources.pages, sources.page_tokens // KV_BLOCK, kv_policy(scheduler),
@@ -285,11 +270,13 @@ def produce(
         load_queries(sources, shared, barriers + Mbarrier.Q_FULL, tile.base + tile.row)
         for pair in cutlass.range(tile.pairs, unroll=1):
             block = tile.first + 2 * pair
-            load_pair(
-                cache, even, odd, parts, barriers, phase,
+            places = (
                 place_of(cache, tile.request, block, tile.last),
                 place_of(cache, tile.request, block + 1, tile.last),
-            )  # fmt: skip
+            )
+            for buffer, place, parts in zip(buffers, places, block_parts(widths), strict=True):
+                for part in parts:  # as soon as its readers have released the old one
+                    load_part(cache, buffer, barriers, phase, place, part)
             phase ^= 1
         tile = scheduler.next_tile(tile)
 
@@ -365,24 +352,6 @@ def place_of(cache: cutlass.Constexpr, request: Int32, block: Int32, blocks: Int
             page = cache.table[request, place]
         block -= place * cache.page_blocks
     return _Place(block, page)
-
-
-@cute.jit
-def load_pair(
-    cache: cutlass.Constexpr,
-    even: cutlass.Constexpr,
-    odd: cutlass.Constexpr,
-    parts: cutlass.Constexpr,
-    barriers: cute.Pointer,
-    phase: Int32,
-    even_place: cutlass.Constexpr,
-    odd_place: cutlass.Constexpr,
-):
-    """Load two KV blocks, each part as soon as the readers have released the old one."""
-    for i in cutlass.range_constexpr(2):
-        load_part(cache, even, barriers, phase, even_place, parts[0][i])
-    for i in cutlass.range_constexpr(2):
-        load_part(cache, odd, barriers, phase, odd_place, parts[1][i])
 
 
 @cute.jit

@@ -17,9 +17,6 @@ class LatentProgram(NamedTuple):
     """A latent kernel with its constants.
 
     Attributes:
-        kernel_fn: the kernel function.
-        host: the class of its host code.
-        tiling: its tiling.
         constants: what `host` is constructed with, beside an element type.
     """
 

@@ -83,11 +83,6 @@ def split_block(local, item_cost, step):
 
     The item's KV blocks or more means: behind the item. Plain arithmetic, for Python integers and
     for device values.
-
-    Args:
-        local: distance from the item's start on the line.
-        item_cost: what the item takes of the line before its KV blocks.
-        step: see `split_step`.
     """
     return (cutlass.max(local - item_cost, 0) + step - 1) & -step
 
@@ -102,12 +97,6 @@ def aligning_pays(span, total, group_count, step):
 
     Splits of the line are at whole blocks, so one block more costs nothing, and `ALIGNED_WORTH`.
     Plain arithmetic, for Python integers and for device values.
-
-    Args:
-        span: a multiple of `step`.
-        total: length of the line.
-        group_count: number of CTA groups.
-        step: see `split_step`.
     """
     return (span - step) * group_count < total + quotient(total, ALIGNED_WORTH) + group_count
 
@@ -132,11 +121,6 @@ def takes_turns(longest, items, group_count, total):
     """Whether groups take whole items in turns: splitting would cost more than it saves.
 
     Plain arithmetic, for Python integers and for device values.
-
-    Args:
-        longest: most KV blocks of any item.
-        items, group_count: numbers of items and of CTA groups.
-        total: length of the line.
     """
     return (turns_length(longest, items, group_count) - MERGE_COST) * group_count <= total
 
@@ -152,12 +136,6 @@ def halves_pay(longest, group_count, total, step):
     There are at least two groups per item. A half may be longer than an equal share of all KV
     blocks: merging halves is cheaper than merging partials, and memory serves long halves faster
     once short ones are done. Plain arithmetic, for Python integers and for device values.
-
-    Args:
-        longest: most KV blocks of any item.
-        group_count: number of CTA groups.
-        total: length of the line.
-        step: see `split_step`.
     """
     half = half_of(longest, step)
     most = cutlass.min(
@@ -193,12 +171,7 @@ class SlidingWindow:
 
 @cute.jit
 def kv_blocks(batch: cutlass.Constexpr, request: Int32) -> Int32:
-    """KV blocks of a request that its queries see, without its newest tokens.
-
-    Args:
-        batch: a `Batch` or `Scheduler`.
-        request: the request.
-    """
+    """KV blocks of a request that its queries see, without its newest tokens."""
     length = tokens_of(batch.lengths, request, batch.max_tokens)
     blocks = blocks_of(cutlass.max(length - batch.newest, 0))
     if const_expr(batch.window is not None):
@@ -222,7 +195,6 @@ class PackedQueries:
     Attributes:
         begins: first query of each request, and of the one behind the last.
         queries: most queries of a request.
-        total_queries, heads: sizes.
         group_rows: query rows of a visit.
     """
 
@@ -249,7 +221,6 @@ class Batch:
 
     Attributes:
         lengths, visits, newest, max_tokens, window: as in `Scheduler`.
-        requests: number of requests.
         packed: their queries where they have different numbers of them, else None.
     """
 
@@ -302,7 +273,6 @@ class WorkRange:
         begin, begin_block: first item, and its first KV block.
         end, end_block: item of the end, of which only KV blocks before `end_block` belong here.
         step: step from one item to the next; the number of groups where they take turns.
-        total: length of the line.
         groups: CTA groups that have work, the first ones.
         halves: whether two neighbouring groups share every item.
         splits: whether the launch may split items.
@@ -341,11 +311,7 @@ def work_range(
     are few: up to 32 requests stay in registers.
 
     Args:
-        batch: the items.
         whole_items: not 0 where nothing may be split.
-        group_ctas: CTAs of a CTA group.
-        group: this one.
-        group_count: how many there are.
         clusters: whether there are two groups for every item or more, an even number, and two
             neighbouring ones may share one.
     """
@@ -401,11 +367,6 @@ def divided_range(
     Args:
         batch, whole_items, group_ctas, group, group_count: as for `work_range`.
         chunks: chunks of 32 requests.
-        items: all items.
-        blocks, count: `lane_items` of the first chunk.
-        present: items that find a query tile.
-        total: length of the line.
-        longest: most KV blocks of any item.
 
     Returns:
         The first fields of `WorkRange`, without the length of the line.
@@ -458,12 +419,7 @@ def aligned_span(
     """KV blocks of aligned ranges: the first of `SPANS` sizes that needs no more than all groups.
 
     Args:
-        batch: the items.
         chunks: chunks of 32 requests.
-        blocks, count: `lane_items` of the first one.
-        group_count: number of CTA groups.
-        shortest: the first size.
-        step: difference of two sizes.
 
     Returns:
         The size, its inverse and the groups that have work; 0 and all groups where no size fits.
@@ -516,11 +472,6 @@ def aligned_range(
 ):
     """The range of a group where each has up to `span` KV blocks of one item.
 
-    Args:
-        batch, chunks, blocks, count: as for `aligned_span`.
-        group: the CTA group.
-        span, inverse: KV blocks of a range, and their inverse.
-
     Returns:
         Begin and end as (item, KV block).
     """
@@ -548,11 +499,8 @@ def aligned_range(
     if place % 2 == 1:
         end, end_block = begin + 1, Int32(0)
     if begin < 0:  # behind the last item
-        begin, end, end_block = (
-            batch.requests * batch.visits,
-            batch.requests * batch.visits,
-            Int32(0),
-        )
+        begin = end = batch.requests * batch.visits
+        end_block = Int32(0)
     return begin, begin_block, end, end_block
 
 
@@ -570,9 +518,6 @@ def split_range(
 
     Args:
         batch: the items; or those left of balanced ones.
-        chunks, blocks, count: as for `aligned_span`.
-        begin_at, end_at: places on the line.
-        block_step: see `split_block`.
     """
     before = Int32(0)
     begin = Int32(-1)

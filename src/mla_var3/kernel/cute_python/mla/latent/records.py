@@ -176,7 +176,6 @@ def prepare_trial(shared: cutlass.Constexpr, rows: Int32):
     The warp finds one unit: columns of a row of the first partial, whatever is there.
 
     Args:
-        shared: shared memory of the merge.
         rows: query rows of the launch. A trial takes the way of so many split rows.
     """
     trial = shared.during(1)

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from mla_var3.kernel.cute_python.mla.hopper import rows
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMERS,
     KV_BLOCK,
@@ -20,19 +21,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     SCORE_FLOOR,
     TILE,
     WARPGROUP,
-)
-from mla_var3.kernel.cute_python.mla.hopper.rows import (
-    clear_rows,
-    exponentiate,
-    mask_scores,
-    max_must_rise,
-    normaliser,
-    own_columns,
-    raise_max,
-    rescale,
-    row_sum,
-    thread_max,
-    two_rows,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release
 from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
@@ -96,17 +84,7 @@ def compute_rows64(
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
     Args:
-        qk_mma: scores, 64 x 64.
         pv_mma, pv_mma_shared: values, 64 x k/2, with P in registers or in shared memory.
-        shared: query tile and KV blocks, `SharedTiles`.
-        barriers: mbarriers.
-        exchange: `Exchange`.
-        outputs: `Outputs`.
-        scale_log2e: softmax scale times log2 e.
-        scheduler: the CTA's work tiles.
-        dtype: element type.
-        strict: see `arrive`.
-        mailbox: `Mailbox` of a kernel with clusters, else None.
     """
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -142,7 +120,7 @@ def compute_rows64(
 
     acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, half_columns)), Float32)
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
-    o, s = two_rows(acc_o, half_columns), two_rows(acc_s, KV_BLOCK)
+    o, s = rows.two_rows(acc_o, half_columns), rows.two_rows(acc_s, KV_BLOCK)
     # The same registers as operand A of the second product and as the result of the first.
     p_operand = cute.make_rmem_tensor(
         cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), dtype
@@ -182,18 +160,18 @@ def compute_rows64(
                 if needs_mask(token, lowest, tile, scheduler):
                     mask(s, token, limits, begins, lane, row0, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
-                        clear_rows(
+                        rows.clear_rows(
                             shared.even, widths.k, tile.length - token, t, Barrier.WARPGROUP_0
                         )
-                thread_max(s, best)
+                rows.thread_max(s, best)
                 scale.fill(1.0)
                 # In most blocks no maximum rises, and threads exchange nothing.
-                if max_must_rise(best, top, scale_log2e):
-                    raise_max(best, top, scale, sums, scale_log2e)
+                if rows.max_must_rise(best, top, scale_log2e):
+                    rows.raise_max(best, top, scale, sums, scale_log2e)
                     publish(exchange.row_max, top, row0, lane)
-                    rescale(o, scale)
+                    rows.rescale(o, scale)
                 publish(exchange.scale_even, scale, row0, lane)
-                exponentiate(s, top, sums, scale_log2e, in_pairs=True)
+                rows.exponentiate(s, top, sums, scale_log2e, in_pairs=True)
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_even_target)
                 arrive(Barrier.P_EVEN, strict)
@@ -221,28 +199,28 @@ def compute_rows64(
                 if needs_mask(token, lowest, tile, scheduler):
                     mask(s, token, limits, begins, lane, row0, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
-                        clear_rows(
+                        rows.clear_rows(
                             shared.odd, widths.k, tile.length - token, t, Barrier.WARPGROUP_1
                         )
-                thread_max(s, best)
+                rows.thread_max(s, best)
                 wait_for_p(Barrier.P_EVEN)
                 if receive_scales(scale, exchange.scale_even, row0):
                     adopt_max(o, top, sums, scale, exchange.row_max, row0)
                 add_values(pv_mma_shared, acc_o, f_p_even, v_even)
                 scale.fill(1.0)
-                rising = max_must_rise(best, top, scale_log2e)
+                rising = rows.max_must_rise(best, top, scale_log2e)
                 if rising:
-                    raise_max(best, top, scale, sums, scale_log2e)
+                    rows.raise_max(best, top, scale, sums, scale_log2e)
                     publish(exchange.row_max, top, row0, lane)
                 publish(exchange.scale_odd, scale, row0, lane)
-                exponentiate(s, top, sums, scale_log2e, in_pairs=True)
+                rows.exponentiate(s, top, sums, scale_log2e, in_pairs=True)
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_odd_target)
                 arrive(Barrier.P_ODD, strict)
                 warpgroup.wait_group(0)
                 release(barriers + Mbarrier.EVEN_OTHER_EMPTY, lane)
                 if rising:
-                    rescale(o, scale)
+                    rows.rescale(o, scale)
                 add_values(pv_mma, acc_o, p_operand, v_odd)
                 warpgroup.wait_group(0)
                 release(barriers + Mbarrier.ODD_OWN_EMPTY, lane)
@@ -276,7 +254,7 @@ def mask(
     def off_path(r, hidden_token):
         return tree_hides(tile, row0 + 8 * r, hidden_token, scheduler)
 
-    mask_scores(
+    rows.mask_scores(
         s, token, limits, lane, None if scheduler.tree is None else off_path,
         None if scheduler.window is None else begins,
     )  # fmt: skip
@@ -323,7 +301,7 @@ def adopt_max(
     for r in cutlass.range_constexpr(2):
         top[r] = row_max[row + 8 * r]
         sums[r] = sums[r] * scale[r]
-    rescale(o, scale)
+    rows.rescale(o, scale)
 
 
 @cute.jit
@@ -346,7 +324,7 @@ def merge_halves(
     rank = scheduler.cluster_rank
     totals = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
-        total = row_sum(sums[r])
+        total = rows.row_sum(sums[r])
         if lane % 4 == 0:
             row_sums[row0 + 8 * r, group] = total
     meet()  # and no warp of the cluster reads its KV blocks any more
@@ -401,7 +379,7 @@ def finish(
     partial, writing = writes(tile, Boolean(True), group, scheduler)
     writes_lse = group == 0 and lane % 4 == 0
     for r in cutlass.range_constexpr(2):
-        total = row_sum(sums[r])
+        total = rows.row_sum(sums[r])
         if lane % 4 == 0:
             row_sums[row0 + 8 * r, group] = total
     # Each way in one piece: the code is not in the instruction cache, and jumps cost.
@@ -415,7 +393,7 @@ def finish(
         for r in cutlass.range(2, unroll=1):
             row = row0 + 8 * r
             exists = writing and tile.row + row < tile.rows
-            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[0])
+            inverse, lse_log2 = rows.normaliser(row_sums[row, 0] + row_sums[row, 1], top[0])
             factor = float16_factor(cute.arch.fmax(peaks[row, 0], peaks[row, 1]))
             start = (Int64(slot) * slot_rows(outputs.o_partial) + row) * k
             target = outputs.o_partial + (start + group * half)
@@ -430,7 +408,7 @@ def finish(
         for r in cutlass.range(2, unroll=1):
             row = row0 + 8 * r
             exists = writing and tile.row + row < tile.rows
-            inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[0])
+            inverse, lse_log2 = rows.normaliser(row_sums[row, 0] + row_sums[row, 1], top[0])
             at = Int64(tile.base + tile.row + row)
             target = outputs.o_latent + (at * k + group * half)
             store_narrow(o[0, None], inverse, half, target, lane, exists, dtype)
@@ -481,7 +459,7 @@ def store_narrow(
     threads of the warp take part in the exchange, whether their row is written or not.
     """
     narrow = cute.make_rmem_tensor((2, columns // 8), dtype)
-    narrow.store((own_columns(row, columns).load() * factor).to(dtype))
+    narrow.store((rows.own_columns(row, columns).load() * factor).to(dtype))
     words = cute.recast_tensor(narrow, Int32)  # (1, columns / 8)
     out = cute.make_rmem_tensor((2, columns // 16), Int32)
     odd = lane % 2

@@ -33,11 +33,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
 
 
 class ScheduleSm90:
-    """Host and device code.
-
-    Attributes:
-        clusters: whether two CTA groups may share every item, see `ClusterHost`.
-    """
+    """Host and device code."""
 
     def __init__(self, clusters: bool) -> None:
         self.clusters = clusters

@@ -21,6 +21,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     THREADS,
     VECTOR_BITS,
 )
+from mla_var3.kernel.cute_python.mla.latent import ranges
 from mla_var3.kernel.cute_python.mla.latent.balance import NO_VISIT, balanced, item_at
 from mla_var3.kernel.cute_python.mla.latent.mask import causal_limit, window_begin
 from mla_var3.kernel.cute_python.mla.latent.ops import (
@@ -29,20 +30,6 @@ from mla_var3.kernel.cute_python.mla.latent.ops import (
     blocks_of,
     divided,
     quotient,
-)
-from mla_var3.kernel.cute_python.mla.latent.ranges import (
-    CLUSTER,
-    Batch,
-    PackedQueries,
-    SlidingWindow,
-    WorkRange,
-    first_block,
-    half_of,
-    kv_blocks,
-    packed_queries,
-    split_step,
-    tokens_of,
-    work_range,
 )
 
 
@@ -61,15 +48,8 @@ class WorkTile:
     """What a CTA does next: one query tile against some KV blocks of one request.
 
     Attributes:
-        item: number of the work item.
-        valid: whether there is one.
-        request: its request.
-        queries: query tokens of the request.
         row: the tile's first row among the request's rows.
         base: the request's first row among all rows.
-        rows: rows of the request.
-        length: tokens of the request.
-        first: first KV block.
         last: KV block behind the last one.
         split: 0, or how the item is split (`Split`).
     """
@@ -97,8 +77,6 @@ class Scheduler:
     """What decides the work tiles of a CTA.
 
     Attributes:
-        range: the items of its CTA group.
-        lengths: tokens per request.
         total_lengths: tokens per request over all shards; None where the cache is no shard.
         query_begins: first query of each request and of the one behind the last; None when all
             requests have `queries` of them.
@@ -106,15 +84,12 @@ class Scheduler:
             order of the tokens alone decides.
         queries, total_queries, heads, max_tokens, group_ctas, visits, newest, causal, shards,
             shard: sizes, as in the kernel's contract.
-        window: the newest tokens that a query sees; None for all.
-        group: number of the CTA group.
-        rank: the CTA's place in its group.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
         taken: the group's items in shared memory where they may be balanced, see `balance.py`.
         first: the CTA's first work tile where a schedule has it.
     """
 
-    range: WorkRange
+    range: ranges.WorkRange
     lengths: Any
     total_lengths: Any
     query_begins: Any
@@ -129,7 +104,7 @@ class Scheduler:
     causal: Any
     shards: Any
     shard: Any
-    window: SlidingWindow | None
+    window: ranges.SlidingWindow | None
     group: Any
     rank: Any
     clusters: bool = False
@@ -139,7 +114,7 @@ class Scheduler:
     @property
     def cluster_rank(self) -> Any:
         """The CTA's place in its cluster."""
-        return self.group % CLUSTER
+        return self.group % ranges.CLUSTER
 
     @classmethod
     def of(
@@ -155,10 +130,6 @@ class Scheduler:
         """The scheduler of a CTA, with the range of its group.
 
         Args:
-            index: what the scheduler reads.
-            sizes: numbers of the launch.
-            group, rank: this CTA's.
-            clusters: see the class.
             words, taken: shared memory for sorting items and for those that the group takes; None
                 where they are never balanced.
         """
@@ -168,11 +139,13 @@ class Scheduler:
         group_ctas, group_count = sizes.group_ctas, sizes.group_count
         window, packed = None, None
         if sizes.sliding_window is not None:
-            window = SlidingWindow(sizes.sliding_window, queries, total_lengths, shards, shard)
+            window = ranges.SlidingWindow(
+                sizes.sliding_window, queries, total_lengths, shards, shard
+            )
         if begins is not None:
-            packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
+            packed = ranges.PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         newest, max_tokens = sizes.newest, sizes.max_tokens
-        batch = Batch(lengths, sizes.requests, visits, newest, max_tokens, window, packed)
+        batch = ranges.Batch(lengths, sizes.requests, visits, newest, max_tokens, window, packed)
         items, first = None, None
         if words is not None:
             items = cute.make_tensor(taken, cute.make_layout(MOST_TAKEN))
@@ -182,7 +155,9 @@ class Scheduler:
             if items is not None:
                 take_items(index.schedule, cta, items, own.balanced)
         else:
-            own = work_range(batch, sizes.whole_items, group_ctas, group, group_count, clusters)
+            own = ranges.work_range(
+                batch, sizes.whole_items, group_ctas, group, group_count, clusters
+            )
             if words is not None:
                 own = balanced(batch, own, words, items, group_ctas, group, group_count)
         return cls(
@@ -215,7 +190,7 @@ ITEMS_AT = RANGE_WORDS - MOST_TAKEN // 2
 """Where the items of its group begin."""
 
 
-def scheduled(schedule: cute.Tensor, cta: Int32) -> tuple[WorkRange, WorkTile]:
+def scheduled(schedule: cute.Tensor, cta: Int32) -> tuple[ranges.WorkRange, WorkTile]:
     """The range and the first work tile of a CTA, from a schedule."""
     count = -(-RECORDS_AT // 4) * 4
     place = (schedule.iterator + cta * RANGE_WORDS).align(VECTOR_BITS // 8)
@@ -226,7 +201,7 @@ def scheduled(schedule: cute.Tensor, cta: Int32) -> tuple[WorkRange, WorkTile]:
     flags = own.pop("flags")
     own |= {name: (flags & (1 << bit)) != 0 for bit, name in enumerate(FLAGS)}
     tile = WorkTile(valid=own.pop("valid"), **{name: own.pop(name) for name in TILE_NUMBERS})
-    return WorkRange(**own), tile
+    return ranges.WorkRange(**own), tile
 
 
 @cute.jit
@@ -268,7 +243,7 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
-                begin, count = packed_queries(
+                begin, count = ranges.packed_queries(
                     request, scheduler.query_begins, scheduler.queries, scheduler.total_queries
                 )
                 base = begin * scheduler.heads
@@ -277,8 +252,8 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
             if row < rows:
                 searching = Boolean(False)
                 valid = Boolean(True)
-                length = tokens_of(scheduler.lengths, request, scheduler.max_tokens)
-                blocks = kv_blocks(scheduler, request)
+                length = ranges.tokens_of(scheduler.lengths, request, scheduler.max_tokens)
+                blocks = ranges.kv_blocks(scheduler, request)
                 if item == own.begin:
                     first = own.begin_block
                 last = blocks
@@ -292,12 +267,14 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                         split += Split.LAST
                 if const_expr(scheduler.clusters):
                     if own.halves:
-                        half = half_of(blocks, split_step(scheduler.group_ctas, scheduler.visits))
+                        half = ranges.half_of(
+                            blocks, ranges.split_step(scheduler.group_ctas, scheduler.visits)
+                        )
                         first = scheduler.cluster_rank * half
                         last = cutlass.min(blocks, first + half)
                         split = Int32(Split.HALF)
                 if const_expr(scheduler.window is not None):
-                    skipped = first_block(scheduler, request)
+                    skipped = ranges.first_block(scheduler, request)
                     # The first row of the tile sees the oldest tokens.
                     oldest = window_begin(request, length, count, row, scheduler)
                     first = cutlass.max(first + skipped, cutlass.max(oldest, 0) >> KV_BLOCK_BITS)

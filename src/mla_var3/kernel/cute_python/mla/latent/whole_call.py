@@ -24,12 +24,7 @@ from torch import Tensor
 
 from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES, PROJECTED_D, PROJECTED_V
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
-from mla_var3.kernel.cute_python.mla.latent.call import (
-    ELEMENT_TYPES,
-    LatentLaunch,
-    call_arguments,
-    call_program,
-)
+from mla_var3.kernel.cute_python.mla.latent import call
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
     LatentOperands,
@@ -41,29 +36,18 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
 )
 from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
+from mla_var3.kernel.cute_python.mla.projections import queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
     DecompressCombineSm90,
     column_choices,
     columns_for,
     default_head_ctas,
 )
-from mla_var3.kernel.cute_python.mla.projections.queries import (
-    TILE_COLUMNS,
-    ProjectQueriesSm90,
-    cta_count,
-)
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 
 class WholeCall:
-    """Host code that launches the attention between its projections.
-
-    Attributes:
-        element: element type of queries, weights and output.
-        attention: host class of the latent kernel.
-        constants: what it is constructed with, see `LatentProgram`.
-        k, d, v: widths of the projections.
-    """
+    """Host code that launches the attention between its projections."""
 
     def __init__(self, element, attention, k=LATENT, d=HEAD, v=HEAD, **constants):
         self.element = element
@@ -81,7 +65,7 @@ class WholeCall:
             rest, LatentOperands, Partials, LatentSizes
         )
         tokens, heads = sizes.tokens, latent_sizes.heads
-        ProjectQueriesSm90(self.element, self.k, self.d)(
+        queries.ProjectQueriesSm90(self.element, self.k, self.d)(
             projections.q_nope, projections.w_uk, operands.q_latent, tokens, heads,
             sizes.query_ctas, stream,
         )  # fmt: skip
@@ -104,18 +88,12 @@ class WholeCall:
 def whole_arguments(
     projections: ProjectionOperands, latent: tuple[Any, ...], sm_count: int
 ) -> tuple[Any, ...]:
-    """The arguments of `WholeCall`, in the order of `WHOLE_FIELDS`.
-
-    Args:
-        projections: the tensors of the projections.
-        latent: arguments of the latent kernel, see `latent_arguments`.
-        sm_count: SMs of the device.
-    """
+    """The arguments of `WholeCall`, in the order of `WHOLE_FIELDS`."""
     heads, d, k = projections.w_uk.shape
     tokens = projections.q_nope.numel() // (heads * d)
     sizes = ProjectionSizes(
         tokens=tokens,
-        query_ctas=cta_count(tokens, heads, sm_count, k, d),
+        query_ctas=queries.cta_count(tokens, heads, sm_count, k, d),
         output_head_ctas=default_head_ctas(tokens, heads, sm_count),
         output_columns=columns_for(tokens, heads, sm_count, projections.w_uv.shape[2]),
     )
@@ -126,9 +104,9 @@ def serves(projections: ProjectionOperands) -> bool:
     """Whether these projections run in the launch of the attention; otherwise torch does them."""
     w_uk, w_uv, q_nope, _ = projections
     heads, d, k = w_uk.shape
-    served = d in PROJECTED_D and w_uv.shape[2] in PROJECTED_V and k % TILE_COLUMNS == 0
+    served = d in PROJECTED_D and w_uv.shape[2] in PROJECTED_V and k % queries.TILE_COLUMNS == 0
     most = OWN_PROJECTION_QUERIES * heads * d
-    if not served or not 0 < q_nope.numel() <= most or q_nope.dtype not in ELEMENT_TYPES:
+    if not served or not 0 < q_nope.numel() <= most or q_nope.dtype not in call.ELEMENT_TYPES:
         return False
     return all(_is_aligned(tensor) for tensor in projections)
 
@@ -139,24 +117,19 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 def attend(
     projections: ProjectionOperands, operands: LatentOperands, options: LatentOptions
-) -> LatentLaunch | None:
+) -> call.LatentLaunch | None:
     """Attention with its projections; safe in a CUDA graph.
 
     `operands.q_latent` and `operands.o_latent` are workspace here.
 
-    Args:
-        projections: tensors of the projections that `serves` accepts.
-        operands: those of the attention.
-        options: likewise.
-
     Returns:
         The same launch for other tensors; None where a tensor was copied first.
     """
-    latent, sm_count, copied = call_arguments(operands, options)
+    latent, sm_count, copied = call.call_arguments(operands, options)
     arguments = whole_arguments(projections, latent, sm_count)
     q_nope = projections.q_nope
     kernel_fn, host, tiling, constants = latent_program(operands, options)
-    program = call_program(
+    program = call.call_program(
         kernel_fn, WholeCall, tiling, arguments, q_nope, attention=host,
         k=operands.latent.shape[-1], d=q_nope.shape[-1], v=projections.out.shape[-1], **constants,
     )  # fmt: skip
@@ -167,6 +140,6 @@ def attend(
         name: getattr(operands, name).numel() * q_nope.element_size()
         for name in ("q_latent", "o_latent")
     }
-    return LatentLaunch(
+    return call.LatentLaunch(
         program.repeated(*arguments), q_nope.device, sm_count, WHOLE_FIELDS, workspace
     )

@@ -28,7 +28,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, shape_for
+from mla_var3.kernel.cute_python.mla.latent.call import shape_for
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
     FlashMLATiling,
@@ -36,12 +36,6 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     latent_stage,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands
-from mla_var3.kernel.cute_python.mla.mix.sm_split import (
-    SmSplit,
-    balanced_split,
-    joint_constraints,
-    neighbours,
-)
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
     DecompressCombineTiling,
     combine_stage,
@@ -63,6 +57,49 @@ FIRST_PRIORITY, SECOND_PRIORITY = -1, 0
 whose CTAs then find empty SMs."""
 
 
+LATENT_TFLOPS_PER_SM = 5.2
+"""What an SM is taken to do with the latent kernel where no model was fitted: cautious beside the
+5.9 of the kernel alone on an H200 (774 TFLOP/s at b=32 s=16, docs/kernels/flash-mla.md)."""
+DECOMPRESSED_GBPS_PER_SM = 60.0
+"""What an SM is taken to read with the decompressed kernel: 57 to 62 GB/s on 44 and 66 SMs of an
+H200 (docs/kernels/flash-attention.md). Only the first guess depends on both numbers: tuning times
+its neighbours."""
+SPLIT_STEPS = (-2, -1, 1, 2)
+"""Neighbours of the first guess that tuning tries, in sixteenths of the device. Not measured."""
+
+
+@dataclass(frozen=True)
+class SmSplit:
+    """SMs of each kernel."""
+
+    latent: int
+    decompressed: int
+
+
+def balanced_split(latent: Cost, decompressed: Cost, sm_count: int) -> SmSplit:
+    """The split at which both kernels are expected to end together."""
+
+    def last_us(sms: int) -> float:
+        latent_us, decompressed_us = (
+            max(work.time_us(LATENT_TFLOPS_PER_SM, DECOMPRESSED_GBPS_PER_SM), 1e-9)
+            for work in (latent, decompressed)
+        )
+        return max(latent_us / sms, decompressed_us / (sm_count - sms))
+
+    # Of equally good splits the one with most SMs for the latent kernel, which starves first.
+    chosen = min(range(sm_count - 1, 0, -1), key=last_us)
+    return SmSplit(chosen, sm_count - chosen)
+
+
+def neighbours(split: SmSplit) -> list[SmSplit]:
+    """Other splits of the same SMs that tuning tries, each once."""
+    total = split.latent + split.decompressed
+    step = max(1, total // 16)
+    wanted = (split.latent + k * step for k in SPLIT_STEPS)
+    chosen = sorted({min(max(latent, 1), total - 1) for latent in wanted} - {split.latent})
+    return [SmSplit(latent, total - latent) for latent in chosen]
+
+
 @dataclass(frozen=True)
 class LatentTokens:
     """What the latent kernel attends to.
@@ -70,9 +107,7 @@ class LatentTokens:
     Attributes:
         q_latent, q_rope: [b, s, h, 512] and [b, s, h, 64].
         latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
-        lengths: [b] int32.
         table: block table of a paged cache, [b, pages of a request] int32.
-        newest: newest tokens to leave out.
         seen_by_all: whether all queries see all of these tokens, so that only lengths hide any.
     """
 
@@ -145,17 +180,10 @@ class CuteMixPlan(HopperPlan):
         """The split of all SMs at which both kernels are expected to end together."""
         return balanced_split(self.latent_cost(), self.decompressed_cost(), self.sm_count)
 
-    def latent_sms(self, tiling: FlashMLATiling) -> int:
-        """SMs of the latent kernel."""
-        return tiling.sms or self.split().latent
-
-    def decompressed_sms(self, tiling: DecompressedTiling) -> int:
-        """SMs of the decompressed kernel."""
-        return tiling.sms or self.split().decompressed
-
     def groups(self, tiling: FlashMLATiling) -> GroupShape:
         """The CTA groups of the latent kernel with this tiling."""
-        shape = shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.group_ctas)
+        sms = tiling.sms or self.split().latent
+        shape = shape_for(self.row_tiles, self.b, sms, tiling.group_ctas)
         # Clusters beside another kernel were not measured.
         return replace(shape, cluster_ctas=1)
 
@@ -166,36 +194,24 @@ class CuteMixPlan(HopperPlan):
         """
         if not self._shares_sms:
             return self
-        split = self.split()
+        split, window = self.split(), self.decompressed_tiling
         return self.copy(
-            tiling=replace(self.tiling, sms=self.latent_sms(self.tiling)),
-            decompressed_tiling=replace(
-                self.decompressed_tiling, sms=self.decompressed_tiling.sms or split.decompressed
-            ),
+            tiling=replace(self.tiling, sms=self.tiling.sms or split.latent),
+            decompressed_tiling=replace(window, sms=window.sms or split.decompressed),
         )
 
     def _splits(self) -> list[SmSplit]:
-        """Splits of the SMs that tuning tries beside the one of the model."""
-        return neighbours(self.split()) if self._shares_sms else []
+        """Splits of the SMs that tuning tries, that of the model first."""
+        return [SmSplit(0, 0), *(neighbours(self.split()) if self._shares_sms else ())]
 
     # -- tilings and costs -------------------------------------------------------------------------
 
-    def _few(self) -> int:
-        return default_few(self.s * self.h)
-
     def _default_tiling(self, name: str) -> Tiling | None:
-        return FlashMLATiling(few=self._few()) if name == "tiling" else None
+        return FlashMLATiling(few=default_few(self.s * self.h)) if name == "tiling" else None
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        few = self._few()
-        return [
-            FlashMLATiling(sms=sms, few=few) for sms in (0, *(x.latent for x in self._splits()))
-        ]
-
-    def _decompressed_configs(self) -> list[DecompressedTiling]:
-        return [
-            DecompressedTiling(sms=sms) for sms in (0, *(x.decompressed for x in self._splits()))
-        ]
+        few = default_few(self.s * self.h)
+        return [FlashMLATiling(sms=each.latent, few=few) for each in self._splits()]
 
     def latent_cost(self) -> Cost:
         """Work of the latent kernel."""
@@ -250,9 +266,10 @@ class CuteMixPlan(HopperPlan):
     ) -> CuteKernel:
         cost = self.decompressed_cost()
         return decompressed_stage(
-            self, self.decompressed_tiling, ELEMENT_TYPES[self.torch_dtype], operands,
-            self.decompressed_shape, self.decompressed_slots(), self.split().decompressed,
-            lambda tiling: (cost.flops, cost.bytes), self._decompressed_configs(), shared, alone,
+            self, self.decompressed_tiling, operands, self.decompressed_shape,
+            self.decompressed_slots(), self.split().decompressed,
+            lambda tiling: (cost.flops, cost.bytes),
+            [DecompressedTiling(sms=each.decompressed) for each in self._splits()], shared, alone,
         )  # fmt: skip
 
     def _mixed(
@@ -265,12 +282,9 @@ class CuteMixPlan(HopperPlan):
         """The stages, on inputs that are checked.
 
         Args:
-            latent: what the latent kernel attends to; None where all tokens are decompressed.
-            decompressed: operands of the decompressed kernel.
-            w_uv: for the up-projection.
             shared: whether the decompressed tokens are a prefix of all requests.
         """
-        slots, dtype = self.decompressed_slots(), ELEMENT_TYPES[self.torch_dtype]
+        slots = self.decompressed_slots()
         if slots == self.t:
             alone = self._decompressed(decompressed, shared, alone=True)
             return KernelPipeline(_name=self.name, stages=[alone])
@@ -278,15 +292,8 @@ class CuteMixPlan(HopperPlan):
             raise InvalidArgumentError("latent", f"the tokens beside {slots} of {self.t}", None)
         old = self._latent(latent)
         new = self._decompressed(decompressed, shared) if slots else None
-        combine = combine_stage(
-            self,
-            self.combine_tiling,
-            dtype,
-            (old.output_tensors[0], old.output_tensors[1]),
-            None if new is None else (new.output_tensors[0], new.output_tensors[1]),
-            w_uv,
-            self.sm_count,
-        )
+        parts = old.output_tensors, None if new is None else new.output_tensors
+        combine = combine_stage(self, self.combine_tiling, *parts, w_uv)
         attention = old if new is None else self._together(old, new)
         return KernelPipeline(_name=self.name, stages=[attention, combine])
 
@@ -300,9 +307,16 @@ class CuteMixPlan(HopperPlan):
             )
 
         def validate(tilings: list[Any]) -> Constraints:
-            of_latent, of_decompressed = tilings
-            return joint_constraints(
-                self.latent_sms(of_latent), self.decompressed_sms(of_decompressed), self.sm_count
+            # A CTA of either kernel fills the shared memory of an SM. One without an SM of its own
+            # waits until the other kernel has ended.
+            split, most = self.split(), self.sm_count
+            latent, window = tilings[0].sms or split.latent, tilings[1].sms or split.decompressed
+            return Constraints(
+                (
+                    latent + window <= most,
+                    f"sms: expected at most {most} SMs for both kernels, got {latent} + {window} = "
+                    f"{latent + window}",
+                )
             )
 
         return ConcurrentKernels(
@@ -319,11 +333,7 @@ class CuteMixPlan(HopperPlan):
 
 @dataclass
 class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
-    """Plan of a mix with a window of the newest tokens.
-
-    Attributes:
-        window_form: how the window is stored.
-    """
+    """Plan of a mix with a window of the newest tokens."""
 
     window_form: ClassVar[WindowForm] = PLAIN
 
@@ -331,7 +341,7 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
     def model(self) -> MixModel | None:
         """The model of the mix, if it was fitted for the device that the plan is made for.
 
-        It then chooses n and the SMs. Otherwise the roofline and the rates of `sm_split.py` do.
+        It then chooses n and the SMs. Otherwise the roofline and the rates above do.
         """
         if self.target.device is None:
             return None
@@ -374,7 +384,6 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
             latent: the older tokens, dense or paged; None with n=t, where there are none.
             window: the newest n, in order or as a ring with `starts`. Before a ring all tokens are
                 seen by all queries.
-            w_uv: for the up-projection.
             page: tokens of a page where the older ones are paged.
         """
         if latent is not None:

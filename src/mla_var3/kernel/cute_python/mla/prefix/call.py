@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, PointerLaunch, sm_count_of
 from mla_var3.kernel.cute_python.mla.latent.operands import token_stride
-from mla_var3.kernel.cute_python.mla.prefix import gather as gathers
 from mla_var3.kernel.cute_python.mla.prefix import layout as layouts
-from mla_var3.kernel.cute_python.mla.prefix import merge as merges
+from mla_var3.kernel.cute_python.mla.prefix import rows as rowwise
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute_kernel import CuteProgram, program_for
 from mla_var3.runtime.stage import Tiling
@@ -50,31 +49,29 @@ def gather(
 ) -> PointerLaunch:
     """Copy queries `[..., h, 512]` and `[..., h, 64]` into the order of the groups."""
     tokens, heads = packed_latent.shape[:2]
-    arguments = gathers.GatherArguments(
+    arguments = rowwise.GatherArguments(
         q_latent, q_rope, order, bounds, packed_latent, packed_rope, tokens, heads,
         bounds.shape[0] - 1, token_stride(q_latent, heads), q_latent.stride(-2),
         token_stride(q_rope, heads), q_rope.stride(-2),
-        _ctas(q_latent, -(-tokens * heads // gathers.WARPS)),
+        _ctas(q_latent, -(-tokens * heads // rowwise.WARPS)),
     )  # fmt: skip
-    host = gathers.GatherQueries(ELEMENT_TYPES[q_latent.dtype])
-    return _launch(gathers.GatherQueries.gather_queries, host, arguments, q_latent)
+    host = rowwise.GatherQueries(ELEMENT_TYPES[q_latent.dtype])
+    return _launch(rowwise.GatherQueries.gather_queries, host, arguments, q_latent)
 
 
 def merge(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> PointerLaunch:
     """Merge one or two levels into contiguous `o [..., h, 512]` and `lse [..., h]`, in place.
 
     Args:
-        o: output over the own tokens.
-        lse: its LSE.
-        parts: per level output, LSE and places; see `merge.py`.
+        parts: per level output, LSE and places; see `rows.py`.
     """
     rows = lse.numel()
     flat: list[Any] = [tensor for part in parts for tensor in part]
     flat += [None] * (6 - len(flat))
-    sizes = rows, lse.shape[-1], _ctas(o, -(-rows // merges.WARPS))
-    arguments = merges.MergeArguments._make([o, lse, *flat, *sizes])
-    host = merges.MergePrefix(ELEMENT_TYPES[o.dtype])
-    return _launch(merges.MergePrefix.merge_prefix, host, arguments, o)
+    sizes = rows, lse.shape[-1], _ctas(o, -(-rows // rowwise.WARPS))
+    arguments = rowwise.MergeArguments._make([o, lse, *flat, *sizes])
+    host = rowwise.MergePrefix(ELEMENT_TYPES[o.dtype])
+    return _launch(rowwise.MergePrefix.merge_prefix, host, arguments, o)
 
 
 def _ctas(like: Tensor, wanted: int) -> int:

@@ -45,15 +45,9 @@ class LayoutArguments(NamedTuple):
             group are neighbours.
         places_1, order_1, bounds_1, lengths_1, table_1: level 1; none with one level.
         scratch: workspace of `scratch_size` numbers.
-        requests, groups, columns, chunks: sizes.
-        tokens: query tokens.
         queries: query tokens per request, without `cu_seqlens_q`.
-        page: tokens per page.
         capacity: slots of a request.
         chunk: most query tokens of a chunk.
-        causal: 1 if a query sees no later token.
-        table_stride: of the block table.
-        copy_ctas: CTAs of `copy_tables`.
     """
 
     prefix_of: Operand
@@ -374,11 +368,7 @@ class LayOutPrefix:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Launch both kernels.
-
-        Args:
-            arguments: those of `LayoutArguments`, and the stream.
-        """
+        """Launch both kernels."""
         *values, stream = arguments
         given = LayoutArguments(*values)
         self.resolve_prefix(given).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)

@@ -17,9 +17,9 @@ rows each and merge from registers, so the up-projected part never leaves the SM
 memory bound: it reads o_latent once, twice at v=256, and w_uv once per CTA.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -47,6 +47,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE,
     WARPGROUP,
 )
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
     columns_at,
     own_columns,
@@ -55,7 +56,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage, release
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.op.mla.cost import decompress_combine_cost, output_up_projection_cost
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
@@ -71,13 +72,7 @@ COLUMNS = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Barriers:
-    """Mbarriers: steps of w_uv are full; stages of o_latent are full or empty.
-
-    Attributes:
-        first: pointer to the first of them.
-        steps: steps of w_uv.
-        stages: stages of o_latent.
-    """
+    """Mbarriers: steps of w_uv are full; stages of o_latent are full or empty."""
 
     first: Any
     steps: int
@@ -103,14 +98,7 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Share:
-    """What a CTA computes.
-
-    Attributes:
-        rows, heads, head_ctas: sizes of the launch.
-        head: its head.
-        rank: its number among the CTAs of the head.
-        column_part: which part of the head's columns.
-    """
+    """What a CTA computes."""
 
     rows: Any
     heads: Any
@@ -125,14 +113,13 @@ class Share:
         return (self.rows + COMBINE_ROWS - 1) // COMBINE_ROWS
 
 
-@dataclass(frozen=True)
-class Merge:
-    """What the merge reads beside the projected rows, and where the LSE goes."""
+class Merge(NamedTuple):
+    """What the merge reads beside the projected rows, and where the LSE goes; None without one."""
 
-    lse_latent: Any
-    lse_new: Any
-    lse: Any
-    o_new: Any
+    lse_latent: cute.Tensor | None
+    lse_new: cute.Tensor | None
+    lse: cute.Tensor | None
+    o_new: cute.Pointer | None
 
 
 @dataclass
@@ -185,6 +172,7 @@ def columns_for(rows: int, heads: int, sm_count: int, v: int = HEAD) -> int:
     )
 
 
+@dataclass(eq=False, repr=False)
 class DecompressCombineSm90:
     """Host and device code for one element type, the widths k and v, and `columns` of a CTA.
 
@@ -193,15 +181,16 @@ class DecompressCombineSm90:
     kernel in front must have waited for those before it, or have been launched without overlap.
     """
 
-    def __init__(self, dtype, early=False, columns=HEAD, k=LATENT, v=HEAD):
-        self.dtype = dtype
-        self.early = early
-        self.columns = columns
-        self.k = k
-        self.v = v
-        self.steps = k // TILE
+    dtype: Any
+    early: bool = False
+    columns: int = HEAD
+    k: int = LATENT
+    v: int = HEAD
+
+    def __post_init__(self):
+        self.steps = self.k // TILE
         # Beside less of w_uv a whole tile fits.
-        self.stages = STAGES if k * columns == LATENT * HEAD else self.steps
+        self.stages = STAGES if self.k * self.columns == LATENT * HEAD else self.steps
 
     @cute.jit
     def __call__(
@@ -236,15 +225,9 @@ class DecompressCombineSm90:
         weight_shape = (k, (wide, v // wide), heads)
         weights = cute.make_layout(weight_shape, stride=(v, (1, wide), k * v))
         mma = sm90.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (ROWS, columns),
-            warpgroup.OperandSource.SMEM,
-        )
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            (ROWS, columns), warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
 
         @cute.struct
         class Shared:
@@ -253,17 +236,15 @@ class DecompressCombineSm90:
             w: cute.struct.Align[cute.struct.MemRange[dtype, k * columns], 1024]
 
         self.Shared = Shared
-        lse_tensors: Any = (None, None, None)
+        merge = Merge(None, None, None, None)
         if const_expr(o_new is not None):
-            line = cute.make_layout(rows * heads)
-            given = (lse_latent, lse_new, lse)
-            lse_tensors = tuple(cute.make_tensor(each, line) for each in given)
+            line, given = cute.make_layout(rows * heads), (lse_latent, lse_new, lse)
+            merge = Merge._make([*(cute.make_tensor(each, line) for each in given), o_new])
         self.decompress_combine(
             mma,
             copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
             copies_of(cute.make_tensor(w_uv, weights), w_swizzle, (TILE, columns)),
-            *lse_tensors,
-            o_new,
+            merge,
             o,
             rows,
             heads,
@@ -284,10 +265,7 @@ class DecompressCombineSm90:
         mma: cute.TiledMma,
         x: TmaTensor,
         w: TmaTensor,
-        lse_latent: cute.Tensor | None,
-        lse_new: cute.Tensor | None,
-        lse: cute.Tensor | None,
-        o_new: cute.Pointer | None,
+        merge: Merge,
         o: cute.Pointer,
         rows: Int32,
         heads: Int32,
@@ -315,9 +293,6 @@ class DecompressCombineSm90:
                 self.produce(x, w, s_x, s_w, barriers, share)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            merge = None
-            if const_expr(o_new is not None):
-                merge = Merge(lse_latent, lse_new, lse, o_new)
             self.compute(mma, s_x, s_w, barriers, merge, o, share)
 
     @cute.jit
@@ -400,7 +375,7 @@ class DecompressCombineSm90:
                 row = first + 8 * r
                 if row < share.rows:
                     at = Int64(row) * share.heads + share.head
-                    if const_expr(merge is None):
+                    if const_expr(merge.o_new is None):
                         place = at * self.v + share.column_part * self.columns
                         store_row(projected[r, None], self.columns, o, place, lane, self.dtype)
                     else:
@@ -415,15 +390,7 @@ class DecompressCombineSm90:
         at: Int64,
         lane: Int32,
     ):
-        """Add the other part to a thread's columns of a row, both weighted, and store the result.
-
-        Args:
-            row: the up-projected columns.
-            merge: `Merge`.
-            o: the output.
-            at: which row, of all heads.
-            lane: this thread's lane.
-        """
+        """Add the other part to a thread's columns of row `at`, both weighted, and store them."""
         lse = merge.lse
         latent, new = merge.lse_latent[at] * LOG2_E, merge.lse_new[at] * LOG2_E
         top = cute.arch.fmax(latent, new)
@@ -450,24 +417,18 @@ class DecompressCombineSm90:
 
 
 def combine_stage(
-    plan: MlaPlan,
+    plan: HopperPlan,
     tiling: DecompressCombineTiling,
-    dtype: type,
-    latent: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor] | None,
+    latent: Sequence[Tensor],
+    new: Sequence[Tensor] | None,
     w_uv: Tensor,
-    sm_count: int,
 ) -> CuteKernel:
     """The stage that up-projects the latent part and merges the other one, if there is one.
 
     Args:
-        plan: the plan that it belongs to.
-        tiling: its tiling.
-        dtype: element type, as the language names it.
         latent: o_latent [b, s, h, 512] and its LSE, both contiguous.
         new: o_new [b, s, h, 128] and its LSE, likewise; None to up-project only.
         w_uv: [h, 512, 128], contiguous.
-        sm_count: SMs of the device.
 
     Returns:
         The stage; its outputs are o and lse, which is that of `latent` when there is no other.
@@ -478,14 +439,8 @@ def combine_stage(
     o = o_latent.new_empty((b, s, h, plan.d))
     lse = lse_latent if new is None else torch.empty_like(lse_latent)
     parts = (None, None, None, o, None) if new is None else (lse_latent, *new, o, lse)
-    default = default_head_ctas(b * s, h, sm_count)
-
-    def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
-        return (o_latent, weights, *parts, b * s, h, tiling.head_ctas or default)
-
-    cost_of: Callable[..., Any] = (
-        output_up_projection_cost if new is None else decompress_combine_cost
-    )
+    default = default_head_ctas(b * s, h, plan.sm_count)
+    cost_of = output_up_projection_cost if new is None else decompress_combine_cost
 
     def cost_fn(tiling: DecompressCombineTiling) -> tuple[float, float]:
         cost = cost_of(plan.problem())
@@ -495,8 +450,10 @@ def combine_stage(
     configs = [0, *sorted(n for n in wanted if n <= row_tiles(b * s) and n != default)]
     return CuteKernel(
         kernel_fn=DecompressCombineSm90.decompress_combine,
-        host_fn=lambda tiling: DecompressCombineSm90(dtype),
-        args_fn=args_fn,
+        host_fn=lambda tiling: DecompressCombineSm90(ELEMENT_TYPES[plan.torch_dtype]),
+        args_fn=lambda tiling: (
+            o_latent, weights, *parts, b * s, h, tiling.head_ctas or default,
+        ),
         requires_arch="sm_90a",
         tiling=tiling,
         plan=plan,
@@ -504,4 +461,4 @@ def combine_stage(
         output_tensors=[o, lse],
         algorithmic_flops_bytes_fn=cost_fn,
         autotune_configs=[DecompressCombineTiling(n) for n in configs],
-    )
+    )  # fmt: skip

@@ -100,15 +100,9 @@ class ProjectQueriesSm90:
 
         weights = cute.make_layout((d, (TILE, k // TILE), heads), stride=(k, (1, TILE), d * k))
         mma = sm90.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (ROWS, TILE_COLUMNS),
-            warpgroup.OperandSource.SMEM,
-        )
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            (ROWS, TILE_COLUMNS), warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
 
         held = max(d, TILE_COLUMNS)  # columns of queries, then of their result
 

@@ -68,7 +68,6 @@ class Example:
         cls: the class with the host function and the kernels.
         files: the example and every helper module of the checkout that it imported.
         release: the nvidia-cutlass-dsl that the checkout was written against; empty if unknown.
-        fingerprint: a digest of the files' content.
     """
 
     cls: Any

@@ -15,7 +15,7 @@ whether requests are split serves all shapes. Target: sm_90a.
 
 The kernel is `decompressed/kernel.py` on all tokens of the cache: persistent CTAs, a producer warp
 that loads KV blocks into a pipeline, two consumer warpgroups with 64 query rows each. Where there
-are few work tiles the tokens are split, and the partials merged (`decompressed/merge.py`).
+are few work tiles the tokens are split, and the partials merged (`MergeSplits`).
 
 Base version. Limits: fewer than 64 queries are padded to 64 rows (free while memory bound). At
 v=256 the pipeline has one stage with two heads per CTA, two with one; neither was measured.
@@ -44,7 +44,6 @@ from mla_var3.kernel.cute_python.mla.hopper.widths import (
     HeadWidths,
     served_head_widths,
 )
-from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.op.mla.reference import reference_decompressed
@@ -109,16 +108,9 @@ class CuteFlashAttention(HopperPlan):
         shapes = {"q_nope": "bshd", "q_rope": "bshp", "k": "bhtd", "v": "bhtv", "k_rope": "btp"}
         self.check_inputs({**shapes, "lengths": "b"}, inputs)
         return decompressed_stage(
-            self,
-            self.tiling,
-            ELEMENT_TYPES[self.torch_dtype],
-            DecompressedOperands(*inputs),
-            self.decompressed_shape,
-            self.t,
-            self.sm_count,
-            self._algorithmic_flops_bytes,
-            self._autotune_configs(),
-        )
+            self, self.tiling, DecompressedOperands(*inputs), self.decompressed_shape, self.t,
+            self.sm_count, self._algorithmic_flops_bytes, self._autotune_configs(),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -104,8 +104,6 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
         """The error of the format and the error of the kernel.
 
         Args:
-            out: output of the kernel.
-            inputs: what it was computed from.
             window: keys and values [b, h, n, 128] before rounding, and their rope part [b, n, 64].
         """
         q_nope, q_latent, q_rope, c_kv, k_rope, *_, w_uv, lengths = inputs

@@ -98,19 +98,12 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         made = make_shared_prefix_inputs(self.shared_problem(), device, seed=self.seed)
         raw = made.plain
+        own_lengths = (raw.lengths - self.decompressed_slots()).clamp(min=0)
         return (
-            raw.q_nope,
-            project_queries(raw.q_nope, raw.w_uk),
-            raw.q_rope,
-            made.k_prefix,
-            made.v_prefix,
-            made.k_rope_prefix,
-            made.c_kv,
-            made.k_rope,
-            raw.w_uv,
-            raw.lengths,
-            (raw.lengths - self.decompressed_slots()).clamp(min=0),
-        )
+            raw.q_nope, project_queries(raw.q_nope, raw.w_uk), raw.q_rope, made.k_prefix,
+            made.v_prefix, made.k_rope_prefix, made.c_kv, made.k_rope, raw.w_uv, raw.lengths,
+            own_lengths,
+        )  # fmt: skip
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
@@ -141,8 +134,6 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
             own: the tokens behind the prefix, dense or paged; None with prefix=t, where there are
                 none.
             shared: the prefix as one request, and the lengths of the whole requests.
-            w_uv: for the up-projection.
-            page: tokens of a page where the cache is paged.
         """
         if own is not None and self.decompressed_slots() < self.t:
             self._behind_prefix.check_latent(own, page)
