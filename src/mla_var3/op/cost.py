@@ -48,3 +48,6 @@ class Cost:
             if not value > 0:
                 raise InvalidArgumentError(argument, "a positive number", value)
         return self.flops / (peak_tflops * 1e6), self.bytes / (peak_gbps * 1e3)
+
+
+NOTHING = Cost(0, 0)

@@ -8,7 +8,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.compare import compare
 from mla_var3.op.mla import attend as attend_module
+from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.inputs import (
     MlaInputs,
     decompress_all,
@@ -19,9 +21,6 @@ from mla_var3.op.mla.inputs import (
 )
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import (
-    KvSegment,
-    attend,
-    compare,
     reference_decompressed,
     reference_from_latent,
     reference_latent,

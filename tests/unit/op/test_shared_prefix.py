@@ -71,9 +71,11 @@ def test_the_reference_holds_the_prefix_once_for_all_requests():
     keys, rope_keys = torch.zeros(1, h, prefix, 16), torch.zeros(1, prefix, 8)
     positions = torch.arange(prefix).expand(b, -1)
     segment = decompressed_segment(q, rope, keys, keys, rope_keys, positions)
-    assert segment.keys.shape == (b, h, prefix, 24)
-    assert segment.keys.untyped_storage().nbytes() == h * prefix * 24 * 4
-    assert segment.values.untyped_storage().nbytes() == h * prefix * 16 * 4
+    assert segment.keys.shape == (b, h, prefix, 16)
+    for rows in (segment.keys, segment.values):
+        assert rows.untyped_storage().nbytes() == h * prefix * 16 * 4
+    assert segment.k_rope is not None and segment.k_rope.shape == (b, prefix, 8)
+    assert segment.k_rope.untyped_storage().nbytes() == prefix * 8 * 4
 
 
 def test_the_prefix_matters_and_its_slots_are_poisoned():

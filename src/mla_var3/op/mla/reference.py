@@ -11,12 +11,10 @@ what PyTorch gets for the same computation in the kernel's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Unpack
 
 import torch
 
-from mla_var3.op.compare import ErrorFigures, compare
 from mla_var3.op.mla.attend import (
     AttendOptions,
     KvSegment,
@@ -27,17 +25,6 @@ from mla_var3.op.mla.attend import (
 )
 from mla_var3.op.mla.inputs import MlaInputs, project_queries, up_project
 from mla_var3.op.mla.problem import MlaProblem
-
-__all__ = [
-    "ErrorFigures",
-    "KvSegment",
-    "attend",
-    "compare",
-    "reference_decompressed",
-    "reference_from_latent",
-    "reference_latent",
-    "reference_mix",
-]
 
 
 def reference_decompressed(
@@ -63,13 +50,10 @@ def reference_decompressed(
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
-
-    def segments(one: slice) -> list[KvSegment]:
-        rows = q_nope[one], q_rope[one], k[one], v[one], k_rope[one]
-        return [decompressed_segment(*rows, _slots(k.shape[2], k))]
-
-    outputs, lse = _by_request(segments, lengths, q_nope, options)
-    return outputs[0], lse
+    positions = _slots(k.shape[2], q_nope)
+    segment = decompressed_segment(q_nope, q_rope, k, v, k_rope, positions)
+    (output,), lse = attend([segment], lengths=lengths, **options)
+    return output, lse
 
 
 def reference_latent(
@@ -93,13 +77,10 @@ def reference_latent(
     Returns:
         The latent output `[b, s, h, k]` and the LSE `[b, s, h]`.
     """
-
-    def segments(one: slice) -> list[KvSegment]:
-        rows = q_latent[one], q_rope[one], c_kv[one], k_rope[one]
-        return [latent_segment(*rows, _slots(c_kv.shape[1], c_kv))]
-
-    outputs, lse = _by_request(segments, lengths, q_latent, options)
-    return outputs[0], lse
+    positions = _slots(c_kv.shape[1], q_latent)
+    segment = latent_segment(q_latent, q_rope, c_kv, k_rope, positions)
+    (output,), lse = attend([segment], lengths=lengths, **options)
+    return output, lse
 
 
 def reference_mix(
@@ -133,18 +114,14 @@ def reference_mix(
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
-    b, t, n = c_kv.shape[0], c_kv.shape[1], k_new.shape[2]
-    old = (lengths_tensor(lengths, b, c_kv.device) - n).clamp(min=0)  # [b]
-
-    def segments(one: slice) -> list[KvSegment]:
-        slots = _slots(t, c_kv)
-        old_slots = torch.where(slots < old[one, None], slots, -1)
-        new_slots = _slots(n, c_kv) + old[one, None]
-        latent = q_latent[one], q_rope[one], c_kv[one], k_rope[one]
-        newest = q_nope[one], q_rope[one], k_new[one], v_new[one], k_rope_new[one]
-        return [latent_segment(*latent, old_slots), decompressed_segment(*newest, new_slots)]
-
-    (latent, newest), lse = _by_request(segments, lengths, q_nope, options)
+    n = k_new.shape[2]
+    old = (lengths_tensor(lengths, c_kv.shape[0], c_kv.device) - n).clamp(min=0)[:, None]
+    slots = _slots(c_kv.shape[1], q_nope)
+    segments = [
+        latent_segment(q_latent, q_rope, c_kv, k_rope, torch.where(slots < old, slots, -1)),
+        decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, _slots(n, q_nope) + old),
+    ]
+    (latent, newest), lse = attend(segments, lengths=lengths, **options)
     return add_latent_share(newest, latent, w_uv, options), lse
 
 
@@ -194,25 +171,6 @@ def reference_from_latent(
     return output.to(lse.dtype), lse
 
 
-def _by_request(
-    build: Callable[[slice], list[KvSegment]],
-    lengths: Lengths,
-    q: torch.Tensor,
-    options: AttendOptions,
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Attends one request at a time, so that joined keys exist for one request only."""
-    b = q.shape[0]
-    kv_lengths = lengths_tensor(lengths, b, q.device)
-    outputs: list[list[torch.Tensor]] = []
-    lses = []
-    for request in range(b):
-        one = slice(request, request + 1)
-        output, lse = attend(build(one), lengths=kv_lengths[one], **options)
-        outputs.append(output)
-        lses.append(lse)
-    return [torch.cat(share) for share in zip(*outputs, strict=True)], torch.cat(lses)
-
-
 def decompressed_segment(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -225,10 +183,9 @@ def decompressed_segment(
 
     Keys, values and rope keys that all requests share have 1 instead of b, and are not copied.
     """
-    rope = k_rope[:, None].expand(-1, k.shape[1], -1, -1)  # [b, h, m, p]
-    queries, keys = torch.cat([q_nope, q_rope], dim=-1), torch.cat([k, rope], dim=-1)
-    every = (q_nope.shape[0], -1, -1, -1)
-    return KvSegment(queries, keys.expand(every), v.expand(every), positions)
+    b = q_nope.shape[0]
+    keys, values = k.expand(b, -1, -1, -1), v.expand(b, -1, -1, -1)
+    return KvSegment(q_nope, keys, values, positions, q_rope, k_rope.expand(b, -1, -1))
 
 
 def latent_segment(
@@ -239,9 +196,9 @@ def latent_segment(
     positions: torch.Tensor,
 ) -> KvSegment:
     """The segment of latent rows `[b, m, k]` with rope keys `[b, m, p]`, shared by the heads."""
-    queries, keys = torch.cat([q_latent, q_rope], dim=-1), torch.cat([c_kv, k_rope], dim=-1)
-    return KvSegment(queries, keys[:, None], c_kv[:, None], positions)
+    return KvSegment(q_latent, c_kv[:, None], c_kv[:, None], positions, q_rope, k_rope)
 
 
-def _slots(count: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(count, device=like.device)[None]  # [1, count]
+def _slots(count: int, queries: torch.Tensor) -> torch.Tensor:
+    """Positions 0, 1, ... of the slots of each request, `[b, count]`."""
+    return torch.arange(count, device=queries.device).expand(queries.shape[0], -1)

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.plan import CutilePlan
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling, scale_columns
-from mla_var3.kernel.mla_plan import MlaPlan, sliding_window_field
+from mla_var3.kernel.mla_plan import sliding_window_field
 from mla_var3.kernel.paging import check_pages, dense_inputs, paged_inputs
 from mla_var3.op.mla.cache_formats import (
     PER_TENSOR,
@@ -39,7 +40,6 @@ from mla_var3.op.mla.cache_formats import (
 )
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
-from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES, check_tensor, require_view
 
 LatentTilingT = TypeVar("LatentTilingT", bound=LatentTiling)
@@ -108,7 +108,7 @@ class LatentOperands:
 
 
 @dataclass
-class LatentPlan(MlaPlan):
+class LatentPlan(CutilePlan):
     """Plan of a latent kernel."""
 
     page: int = field(
@@ -145,9 +145,6 @@ class LatentPlan(MlaPlan):
     def token_bytes(self) -> int | None:
         """Bytes of a token of an 8-bit cache."""
         return None if self.format is None else self.format.row_bytes(self.k, self.p)
-
-    def _default_tiling(self, name: str) -> Tiling | None:
-        return self._autotune_configs()[0]
 
     def candidates(self, tiling: type[LatentTilingT]) -> list[LatentTilingT]:
         """Tilings to choose from, the default first."""

@@ -13,6 +13,8 @@ from mla_var3.runtime.stage import is_power_of_two
 
 TilingT = TypeVar("TilingT", bound=Any)
 
+PERCENT = 100
+
 FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
 
@@ -44,6 +46,12 @@ def divides(name: str, value: int, whole_name: str, whole: int) -> tuple[bool, s
     """Constraint for `Tiling.validate`: a dimension divides into equal parts."""
     fits = value > 0 and whole % value == 0
     return fits, f"{name}: expected a divisor of {whole_name}={whole}, got {value}"
+
+
+def percentage(name: str, value: int, least: int = 0) -> tuple[bool, str]:
+    """Constraint for `Tiling.validate`: a share in percent."""
+    expected = f"a percentage from {least} to {PERCENT}"
+    return least <= value <= PERCENT, f"{name}: expected {expected}, got {value}"
 
 
 def fits_shared_memory(plan: MlaPlan, *tiles: tuple[int, int]) -> tuple[bool, str]:

@@ -30,7 +30,7 @@ from typing import Literal, get_args
 
 from mla_var3.conf.kernel_rates import energy_rates
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.cost import Cost
+from mla_var3.op.cost import NOTHING, Cost
 from mla_var3.op.mla.cost import (
     decompress_combine_cost,
     decompressed_bytes,
@@ -47,7 +47,6 @@ from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 MixBound = Literal["latent", "heads", "chip", "memory", "together"]
 """What the attention may wait for, by the fields of `MixTime`."""
 
-_NOTHING = Cost(0, 0)
 WORTH_MIXING = 0.08
 """The share that a mix must gain over the better pure path before a plan mixes. It is the model's
 error on single rows: with less, mixes that are slower than a pure path would be chosen."""
@@ -125,12 +124,12 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     new = problem.tokens_up_to(n)
     if n == 0:
         others = (query_projection_cost(problem), output_up_projection_cost(problem))
-        return MixWork(flash_mla_cost(problem), _NOTHING, others)
+        return MixWork(flash_mla_cost(problem), NOTHING, others)
     heads = flash_attention_cost(problem, new)
     smaller = PLAIN.token_bytes(problem) - form.token_bytes(problem)
     heads = Cost(heads.flops, heads.bytes - new * smaller)
     if n >= problem.longest:
-        return MixWork(_NOTHING, heads, (), form.effort)
+        return MixWork(NOTHING, heads, (), form.effort)
     latent = flash_mla_cost(problem, tokens=problem.total_tokens - new)
     others = (query_projection_cost(problem), decompress_combine_cost(problem))
     return MixWork(latent, heads, others, form.effort)
@@ -147,7 +146,7 @@ def part_times_us(
     sms, rest = parameters.sm_count, parameters.sm_count - split
     latent, heads = _alone_us(parameters, work, split, rest)
     one_by_one = 0.0
-    if work.latent != _NOTHING and work.heads != _NOTHING:
+    if work.latent != NOTHING and work.heads != NOTHING:
         if parameters.together.value:
             one_by_one = sum(_alone_us(parameters, work, sms, sms))
         lost = parameters.lost_to_stream(rest)
@@ -191,9 +190,9 @@ class MixModel:
     def split_of(self, work: MixWork) -> int:
         """The SMs that the latent part of some work should get: all or none if it is alone."""
         sms = self.parameters.sm_count
-        if work.heads == _NOTHING:
+        if work.heads == NOTHING:
             return sms
-        if work.latent == _NOTHING:
+        if work.latent == NOTHING:
             return 0
         # More SMs make the latent work shorter and the other longer: look for the crossing.
         low, high = 1, sms - 1
@@ -316,7 +315,7 @@ def _alone_us(
 
 
 def _part_us(parameters: MixParameters, cost: Cost, sms: int, tflops_per_sm: float) -> float:
-    if cost == _NOTHING:
+    if cost == NOTHING:
         return 0.0
     if sms == 0:
         return math.inf

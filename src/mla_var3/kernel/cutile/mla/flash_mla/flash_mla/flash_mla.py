@@ -38,6 +38,7 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_column_parts,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.ct_kernel import CtKernel
 
@@ -107,9 +108,8 @@ class CtFlashMLA(LatentPlan):
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
         return self.candidates(FlashMLATiling)
 
-    def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
-        cost = flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)
-        return cost.flops, cost.bytes
+    def cost(self) -> Cost:
+        return flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
         operands = self.operands(LatentInputs.of(inputs))
@@ -135,17 +135,8 @@ class CtFlashMLA(LatentPlan):
                 self.p,
             )
 
-        return CtKernel(
-            kernel_fn=flash_mla,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=[tensor for tensor in inputs if tensor is not None],
-            output_tensors=operands.as_given(o_latent, lse),
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        results = operands.as_given(o_latent, lse)
+        return self.kernel(flash_mla, grid_fn, args_fn, inputs, results)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_column_parts,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.problem import require_int
@@ -126,10 +127,9 @@ class CtSplitKVPartial(LatentPlan):
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
         return self.candidates(SplitKVPartialTiling)
 
-    def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
+    def cost(self) -> Cost:
         seen = self.problem().within(self.sliding_window)
-        cost = flash_mla_split_kv_stages(seen, self.splits, self.token_bytes)[0]
-        return cost.flops, cost.bytes
+        return flash_mla_split_kv_stages(seen, self.splits, self.token_bytes)[0]
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
         operands = self.operands(LatentInputs.of(inputs))
@@ -157,14 +157,4 @@ class CtSplitKVPartial(LatentPlan):
                 self.p,
             )
 
-        return CtKernel(
-            kernel_fn=split_kv_partial,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=[tensor for tensor in inputs if tensor is not None],
-            output_tensors=[o_partial, lse_partial],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(split_kv_partial, grid_fn, args_fn, inputs, [o_partial, lse_partial])

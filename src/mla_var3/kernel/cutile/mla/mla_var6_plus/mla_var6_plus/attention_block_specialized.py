@@ -8,50 +8,26 @@ in proportion, so that at any time some SMs compute while others stream.
 Inputs, outputs and masks: see `mix_stages.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import cuda.tile as ct
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, mix_constraints, mix_sides
+from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, MixTiling
 from mla_var3.kernel.cutile.mla.tile_ops import (
     clamped_length,
     store_head_tile,
     store_old_tokens,
 )
-from mla_var3.kernel.cutile.mla.tilings import with_parts_of
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.plan import Constraints, Tiling
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 
 
 @dataclass
-class AttentionBlockSpecializedTiling(Tiling):
-    """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
-
-    One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
-    sm_90, and with its shared memory only one CTA fits on an SM.
-    """
-
-    Bm: int = 64
-    Bn: int = 64
-    Kp: int = 128
-    Hm: int = 64
-    Hn: int = 128
-    num_ctas: int | None = None
-    occupancy: int | None = None
-    num_worker_warps: int | None = 8
-
-    def validate(self, pd: "CtAttentionBlockSpecialized") -> Constraints:
-        return Constraints(*mix_constraints(self, pd))
-
-    @classmethod
-    def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:
-        """Candidates per target, the default first."""
-        return [cls(*sides) for sides in mix_sides(target)]
+class AttentionBlockSpecializedTiling(MixTiling):
+    """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head."""
 
 
 @ct.kernel
@@ -97,28 +73,11 @@ class CtAttentionBlockSpecialized(MixAttentionPlan):
 
     tiling: AttentionBlockSpecializedTiling = field(default_factory=AttentionBlockSpecializedTiling)
 
-    def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTiling]:
-        return with_parts_of(AttentionBlockSpecializedTiling.candidates(self.target.code), self.k)
-
     def plan(self, *inputs: Tensor) -> CtKernel:
         tensors, outputs = self.operands(*inputs)
-
-        def grid_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[int]:
-            counts = self.tile_counts(tiling)
-            return (counts.latent + counts.head,)
 
         def args_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[object, ...]:
             sizes = self.scale_log2e, self.s, self.n, *self.tile_counts(tiling)
             return (*tensors, *sizes, *self.constants(tiling))
 
-        return CtKernel(
-            kernel_fn=attention_block_specialized,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=outputs,
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(attention_block_specialized, self.one_grid, args_fn, inputs, outputs)
