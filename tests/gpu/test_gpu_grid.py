@@ -17,6 +17,7 @@ import torch
 
 from mla_var3.runtime.check import check_stage
 from mla_var3.runtime.paths import find_kernel, plan_class
+from tests.unit.op.op_support import visible
 
 pytest.importorskip("cuda.tile")
 
@@ -118,7 +119,7 @@ def require_empty_rows(plan: Any, stage: Any) -> None:
     out, lse = stage.output_tensors
     empty = torch.tensor(
         [
-            [plan.problem().visible(request, query) == 0 for query in range(plan.s)]
+            [visible(plan.problem(), request, query) == 0 for query in range(plan.s)]
             for request in range(plan.b)
         ],
         device=out.device,

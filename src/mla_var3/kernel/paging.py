@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.inputs import random_numbers
 from mla_var3.runtime.tensors import check_tensor
 
 SPARE_PAGES = 3
@@ -35,12 +36,7 @@ def paged_inputs(inputs: tuple[Tensor, ...], page: int, seed: int | None) -> tup
     if c_kv.is_meta:
         table = lengths.new_empty((b, each))
     else:
-        generator = torch.Generator()
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
-        order = torch.randperm(count, generator=generator)[: b * each].to(c_kv.device)
+        order = torch.randperm(count, generator=random_numbers(seed))[: b * each].to(c_kv.device)
         padded = pool.new_full((b, each * page, pool.shape[-1]), float("nan"))
         padded[:, :t, :k] = c_kv
         padded[:, :t, k:] = k_rope

@@ -102,18 +102,6 @@ def test_window_splits_every_request(problem, data):
     )
 
 
-@given(problems())
-def test_visible_counts_the_positions_the_mask_allows(problem):
-    for request, length in enumerate(problem.kv_lengths):
-        for query in (0, problem.s // 2, problem.s - 1):
-            allowed = [
-                position
-                for position in range(length)
-                if not problem.causal or position < length - problem.s + query + 1
-            ]
-            assert problem.visible(request, query) == len(allowed)
-
-
 def test_within_a_sliding_window():
     """Three queries, of which the first sees two tokens that the last does not."""
     problem = MlaProblem(2, 3, 100, 1, lengths=(100, 5))
@@ -122,11 +110,3 @@ def test_within_a_sliding_window():
     assert MlaProblem(2, 3, 100, 1).within(10) == MlaProblem(2, 3, 12, 1)
     assert problem.within(None) is problem.within(0) is problem
     assert problem.within(98) == problem
-
-
-@pytest.mark.parametrize(("request_", "query", "name"), [(2, 0, "request"), (0, 3, "query")])
-def test_a_query_that_there_is_not(request_, query, name):
-    with pytest.raises(
-        InvalidArgumentError, match=f"{name}: expected an integer from 0 to [bs]-1="
-    ):
-        MlaProblem(2, 3, 100, 1).visible(request_, query)

@@ -26,7 +26,7 @@ from mla_var3.op.mla.reference import (
     reference_latent,
     reference_mix,
 )
-from tests.unit.op.op_support import wide
+from tests.unit.op.op_support import visible, wide
 
 # Mixed lengths: full, empty, shorter than s, just s, in between.
 PROBLEM = MlaProblem(b=5, s=4, t=11, h=3, d=8, p=4, k=16, v=6, lengths=(11, 0, 2, 4, 7))
@@ -44,7 +44,7 @@ def by_hand(problem: MlaProblem, inputs: MlaInputs, window: int | None = None):
         for i in range(problem.s):
             own = problem.kv_lengths[r] - problem.s + i
             begin = 0 if window is None else max(0, own + 1 - window)
-            seen = slice(begin, problem.visible(r, i))
+            seen = slice(begin, visible(problem, r, i))
             for head in range(problem.h):
                 if seen.stop <= begin:
                     continue

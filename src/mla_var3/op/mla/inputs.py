@@ -45,6 +45,16 @@ def torch_dtype(problem: MlaProblem) -> torch.dtype:
     return torch.bfloat16 if problem.dtype == "bfloat16" else torch.float16
 
 
+def random_numbers(seed: int | None, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of its own, which leaves the global random state alone; fresh without a seed."""
+    generator = torch.Generator(device=device)
+    if seed is None:
+        generator.seed()
+        return generator
+    require_int("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
+    return generator.manual_seed(seed)
+
+
 def make_inputs(
     problem: MlaProblem, device: torch.device | str, seed: int | None = None
 ) -> MlaInputs:
@@ -60,19 +70,11 @@ def make_inputs(
     """
     device = torch.device(device)
     dtype = torch_dtype(problem)
-    generator: torch.Generator | None = None
-    if device.type != "meta":
-        # An own generator leaves the caller's global random state alone.
-        generator = torch.Generator(device=device)
-        if seed is None:
-            generator.seed()
-        else:
-            require_int("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
-            generator.manual_seed(seed)
+    generator = random_numbers(seed, "cpu" if device.type == "meta" else device)
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
         values = torch.empty(shape, dtype=dtype, device=device)
-        return values if generator is None else values.normal_(0.0, std, generator=generator)
+        return values if values.is_meta else values.normal_(0.0, std, generator=generator)
 
     b, s, t, h = problem.b, problem.s, problem.t, problem.h
     d, p, k = problem.d, problem.p, problem.k

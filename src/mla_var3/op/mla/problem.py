@@ -133,20 +133,6 @@ class MlaProblem:
         lengths = self.lengths and tuple(min(length, most) for length in self.lengths)
         return dataclasses.replace(self, t=min(self.t, most), lengths=lengths)
 
-    def visible(self, request: int, query: int) -> int:
-        """Number of KV positions, counted from 0, that one query attends.
-
-        Args:
-            request: Index of the request, `0..b-1`.
-            query: Index of the query token in the request, `0..s-1`.
-        """
-        require_int("request", request, minimum=0, maximum=self.b - 1, maximum_name="b-1")
-        require_int("query", query, minimum=0, maximum=self.s - 1, maximum_name="s-1")
-        length = self.kv_lengths[request]
-        if not self.causal:
-            return length
-        return max(0, min(length, length - self.s + query + 1))
-
     def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
         if isinstance(lengths, str) or not isinstance(lengths, Sequence):
             raise InvalidArgumentError(
