@@ -5,6 +5,18 @@ its own query form, keys and values. The decompressed path has one segment of pe
 latent path one segment of latent rows shared by the heads, the mix has both. So there is one
 implementation, `attend`, and the functions here only arrange its segments.
 
+Operands and results:
+
+    q_nope [b, s, h, d]     q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    c_kv [b, t, k]          k_rope [b, t, p]        latent cache, shared by the heads
+    k [b, h, t, d]          v [b, h, t, v]          decompressed
+    k_new [b, h, n, d], v_new [b, h, n, v], k_rope_new [b, n, p]
+                            window: slot j of request r is position max(len_r - n, 0) + j
+    w_uv [h, k, v]          lengths [b]             KV tokens of each request
+    -> output [b, s, h, v], or [b, s, h, k] in the latent space, and LSE [b, s, h]
+
+The options are mask, scale and dtype, see `attend`.
+
 With a 16-bit `compute_dtype` the same functions are the yardstick for a kernel's rounding error:
 what PyTorch gets for the same computation in the kernel's dtype.
 """
@@ -36,20 +48,7 @@ def reference_decompressed(
     lengths: Lengths,
     **options: Unpack[AttendOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over decompressed keys and values.
-
-    Args:
-        q_nope: `[b, s, h, d]`.
-        q_rope: `[b, s, h, p]`.
-        k: `[b, h, t, d]`.
-        v: `[b, h, t, v]`.
-        k_rope: `[b, t, p]`, shared by the heads.
-        lengths: KV tokens of each request, `[b]`.
-        **options: Mask, scale and dtype, see `attend`.
-
-    Returns:
-        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
-    """
+    """Attention over decompressed keys and values."""
     positions = _slots(k.shape[2], q_nope)
     segment = decompressed_segment(q_nope, q_rope, k, v, k_rope, positions)
     (output,), lse = attend([segment], lengths=lengths, **options)
@@ -64,19 +63,7 @@ def reference_latent(
     lengths: Lengths,
     **options: Unpack[AttendOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in the latent space, before the up-projection of the output.
-
-    Args:
-        q_latent: `[b, s, h, k]`.
-        q_rope: `[b, s, h, p]`.
-        c_kv: `[b, t, k]`.
-        k_rope: `[b, t, p]`.
-        lengths: KV tokens of each request, `[b]`.
-        **options: Mask, scale and dtype, see `attend`.
-
-    Returns:
-        The latent output `[b, s, h, k]` and the LSE `[b, s, h]`.
-    """
+    """Attention in the latent space, before the up-projection of the output."""
     positions = _slots(c_kv.shape[1], q_latent)
     segment = latent_segment(q_latent, q_rope, c_kv, k_rope, positions)
     (output,), lse = attend([segment], lengths=lengths, **options)
@@ -98,21 +85,7 @@ def reference_mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Old tokens in the latent space, the `n` newest decompressed, under one softmax.
 
-    Args:
-        q_nope: `[b, s, h, d]`.
-        q_latent: `[b, s, h, k]`.
-        q_rope: `[b, s, h, p]`.
-        c_kv: `[b, t, k]`; of request `r` only positions `< max(len_r - n, 0)` are read.
-        k_rope: `[b, t, p]`, likewise.
-        k_new: `[b, h, n, d]`, slot `j` at position `max(len_r - n, 0) + j`.
-        v_new: `[b, h, n, v]`.
-        k_rope_new: `[b, n, p]`.
-        w_uv: `[h, k, v]`, for the latent share of the output.
-        lengths: KV tokens of each request, `[b]`.
-        **options: Mask, scale and dtype, see `attend`.
-
-    Returns:
-        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
+    Of request `r` only positions `< max(len_r - n, 0)` of the latent cache are read.
     """
     n = k_new.shape[2]
     old = (lengths_tensor(lengths, c_kv.shape[0], c_kv.device) - n).clamp(min=0)[:, None]
@@ -144,14 +117,7 @@ def reference_from_latent(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole operation from the raw latent cache, by the latent path.
 
-    Args:
-        inputs: The raw operands.
-        problem: Gives the mask and the softmax scale.
-        compute_dtype: See `attend`; also the dtype of both projections.
-        sliding_window: See `attend`.
-
-    Returns:
-        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
+    `compute_dtype` is also the dtype of both projections; the problem gives mask and scale.
     """
     with ieee_float32():
         q_latent = project_queries(inputs.q_nope.to(compute_dtype), inputs.w_uk.to(compute_dtype))

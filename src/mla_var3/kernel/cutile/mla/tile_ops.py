@@ -369,19 +369,6 @@ def attend_cache(
     return acc_parts, m, l
 
 
-def attend_latent(
-    q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
-    c_kv, k_rope, request, first_tile, full_tile, last_tile,
-    first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
-):  # fmt: skip
-    """`attend_cache` over a dense cache in the dtype of the queries, without a tree."""
-    return attend_cache(
-        q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
-        c_kv, k_rope, c_kv, c_kv, c_kv, request, first_tile, full_tile, last_tile,
-        first_row, length, s, stop, scale_log2e, 0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-
-
 def attend_rows(
     q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
     split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
@@ -492,7 +479,7 @@ def store_column_parts(rows, index, acc_parts, l, BM, KP, PARTS):  # noqa: E741
 
 
 def store_old_tokens(
-    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse, request, row_tile, s, n, scale_log2e,
+    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse, tile, row_tiles, s, n, scale_log2e,
     CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """A latent work tile of mla_var6_plus: BM query rows over all but the n newest tokens.
@@ -500,8 +487,11 @@ def store_old_tokens(
     Args:
         q_latent: array [b, s*H, K]. q_rope: array [b, s*H, P].
         o_latent: array [b, s*H, K]. lse: array [b, s*H].
-        Others: see `attend_cache`.
+        tile, row_tiles: which one, in order of requests; tiles of a request.
+        Others: see `attend_cache`. The cache is dense and in the dtype of the queries.
     """
+    request = tile // row_tiles
+    row_tile = tile % row_tiles
     q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
     qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
     qr = qr.reshape((BM, P))
@@ -510,13 +500,36 @@ def store_old_tokens(
     first_row = row_tile * BM
     lowest = min(visible(first_row, length, s, CAUSAL, H), old)
     highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
-    acc_parts, m, l = attend_latent(
+    acc_parts, m, l = attend_cache(
         q_latent, q_rope, request, row_tile, q_parts, qr,
-        c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+        c_kv, k_rope, c_kv, c_kv, c_kv, request, 0, max(lowest, 0) // BN,
+        ct.cdiv(max(highest, 0), BN), first_row, length, s, old, scale_log2e,
+        0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
     ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+
+
+def store_new_tokens(
+    q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse, tile, query_tiles, slots, s, n,
+    scale_log2e, CAUSAL, H, BM, BN, D, P,
+):  # fmt: skip
+    """A decompressed work tile of mla_var6_plus: BM queries of a head over the n newest tokens.
+
+    Args:
+        k_new, v_new: arrays [b, H, n, D]. k_rope_new: array [b, n, P].
+        tile, query_tiles: which one, by request and head; tiles of a head and request.
+        slots: most tokens of a request.
+        Others: see `store_head_tile`.
+    """
+    query_tile = tile % query_tiles
+    head = tile // query_tiles % H
+    request = tile // (query_tiles * H)
+    length = clamped_length(lengths, request, slots)
+    store_head_tile(
+        q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse, request, head, query_tile,
+        length, s, max(length - n, 0), scale_log2e, CAUSAL, BM, BN, D, P,
+    )  # fmt: skip
 
 
 def store_head_tile(

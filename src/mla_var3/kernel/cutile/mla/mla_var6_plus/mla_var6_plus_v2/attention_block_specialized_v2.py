@@ -17,11 +17,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, MixTiling
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    clamped_length,
-    store_head_tile,
-    store_old_tokens,
-)
+from mla_var3.kernel.cutile.mla.tile_ops import store_new_tokens, store_old_tokens
 from mla_var3.kernel.cutile.mla.tilings import PERCENT, percentage
 from mla_var3.runtime.ct_kernel import CtKernel
 
@@ -68,21 +64,15 @@ def attention_block_specialized_v2(
     work = leads * before + (1 - leads) * (ct.bid(0) - before)
     if leads == latent_leads:
         # q_latent [b, s*h, K], q_rope_rows [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
-        request = work // latent_row_tiles
-        row_tile = work % latent_row_tiles
         store_old_tokens(
-            q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent, request, row_tile,
-            s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+            q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent,
+            work, latent_row_tiles, s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
     else:
         # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
-        query_tile = work % head_query_tiles
-        head = work // head_query_tiles % H
-        request = work // (head_query_tiles * H)
-        length = clamped_length(lengths, request, c_kv.shape[1])
-        store_head_tile(
-            q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
-            length, s, max(length - n, 0), scale_log2e, CAUSAL, HM, HN, D, P,
+        store_new_tokens(
+            q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new,
+            work, head_query_tiles, c_kv.shape[1], s, n, scale_log2e, CAUSAL, H, HM, HN, D, P,
         )  # fmt: skip
 
 

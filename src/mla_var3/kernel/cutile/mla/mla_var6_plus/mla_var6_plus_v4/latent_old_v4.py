@@ -85,10 +85,8 @@ def latent_old_v4(
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
     for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        request = tile // row_tiles
-        row_tile = tile % row_tiles
         store_old_tokens(
-            q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse_latent, request, row_tile,
+            q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse_latent, tile, row_tiles,
             s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import 
     SHARES,
     SharingPlan,
 )
-from mla_var3.kernel.cutile.mla.tile_ops import clamped_length, store_head_tile
+from mla_var3.kernel.cutile.mla.tile_ops import store_new_tokens
 from mla_var3.kernel.cutile.mla.tilings import (
     fits_shared_memory,
     head_tiles,
@@ -81,13 +81,9 @@ def window_new_v4(
 ):  # fmt: skip
     # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
     for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        query_tile = tile % query_tiles
-        head = tile // query_tiles % H
-        request = tile // (query_tiles * H)
-        length = clamped_length(lengths, request, t)
-        store_head_tile(
-            q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
-            length, s, max(length - n, 0), scale_log2e, CAUSAL, BM, BN, D, P,
+        store_new_tokens(
+            q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new, tile, query_tiles,
+            t, s, n, scale_log2e, CAUSAL, H, BM, BN, D, P,
         )  # fmt: skip
 
 
