@@ -369,21 +369,21 @@ def attend_cache(
     return acc_parts, m, l
 
 
-def attend_rows(
-    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
+def store_rows(
+    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, out, lse, index, batch, request,
     split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of one tile of query rows over one split of the request's KV tiles.
 
     Args:
         q_latent: array [.., s*H, K]. q_rope: array [.., s*H, P].
-        batch, row_tile: the row tile in these arrays. request: index into the cache.
+        out: array [..., s*H, K]. lse: array [..., s*H].
+        index: the row tile in both; its last entry is the number of the tile in the request.
+        batch: of the tile in the queries. request: index into the cache.
         split, splits: which of how many equal splits.
         Others: see `attend_cache`.
-
-    Returns:
-        What `attend_cache` returns.
     """
+    row_tile = index[-1]
     q = load_column_parts(q_latent, batch, row_tile, BM, KP, PARTS)
     qr = q[0]
     if P > 0:
@@ -409,12 +409,13 @@ def attend_rows(
         split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
         first_tile = split * split_tiles
         last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
-    return attend_cache(
+    acc_parts, m, l = attend_cache(
         q_latent, q_rope, batch, row_tile, q, qr,
         c_kv, k_rope, scales, table, tree, request, first_tile, max(lowest, 0) // BN,
         last_tile, first_row, length, s, length, scale_log2e,
         PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
+    store_column_parts(out, lse, index, acc_parts, m, l, BM, KP, PARTS)
 
 
 def attend_heads(
@@ -470,12 +471,17 @@ def log_sum_exp(m, l):  # noqa: E741
     return ct.where(seen, (m + ct.log2(ct.where(seen, l, 1.0))) * LN_2, NEG_INF)
 
 
-def store_column_parts(rows, index, acc_parts, l, BM, KP, PARTS):  # noqa: E741
-    """Store normalised PARTS tiles [BM, KP] into `rows` [..., s*h, K] at the row tile `index`."""
+def store_column_parts(rows, lse, index, acc_parts, m, l, BM, KP, PARTS):  # noqa: E741
+    """Store what `attend_cache` returned at the row tile `index`.
+
+    Args:
+        rows: array [..., s*H, K]. lse: array [..., s*H].
+    """
     lead = ct.static_eval((1,) * (len(index) - 1))
     for i in ct.static_iter(range(PARTS)):
         out = normalise(acc_parts[i], l).astype(rows.dtype)
         ct.store(rows, (*index, i), out.reshape((*lead, BM, KP)))
+    ct.store(lse, index, log_sum_exp(m, l).reshape((*lead, BM)))
 
 
 def store_old_tokens(
@@ -506,8 +512,7 @@ def store_old_tokens(
         ct.cdiv(max(highest, 0), BN), first_row, length, s, old, scale_log2e,
         0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
-    store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
-    ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+    store_column_parts(o_latent, lse, (request, row_tile), acc_parts, m, l, BM, KP, PARTS)
 
 
 def store_new_tokens(

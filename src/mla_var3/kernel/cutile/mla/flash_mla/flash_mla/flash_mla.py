@@ -31,12 +31,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_rows,
-    log_sum_exp,
-    packed_queries,
-    store_column_parts,
-)
+from mla_var3.kernel.cutile.mla.tile_ops import packed_queries, store_rows
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
@@ -49,20 +44,6 @@ ConstBool = ct.Constant[bool]
 @dataclass
 class FlashMLATiling(LatentTiling):
     """Bm query rows (s*h of one request, packed) against Bn latent tokens."""
-
-
-def store_rows(
-    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
-    batch, row_tile, request, s, scale_log2e,
-    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-):  # fmt: skip
-    """Attend with one tile of query rows and store output and LSE."""
-    acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
-        0, 1, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-    store_column_parts(o_latent, (batch, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse, (batch, row_tile), log_sum_exp(m, l).reshape((1, BM)))
 
 
 @ct.kernel
@@ -83,13 +64,13 @@ def flash_mla(
             store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
                 scales, lengths, table, tree, o_latent.slice(1, begin, end),
-                lse.slice(1, begin, end), 0, row_tile, request, count, scale_log2e,
+                lse.slice(1, begin, end), (0, row_tile), 0, request, 0, 1, count, scale_log2e,
                 PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         store_rows(
             q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
-            request, row_tile, request, s, scale_log2e,
+            (request, row_tile), request, request, 0, 1, s, scale_log2e,
             PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 

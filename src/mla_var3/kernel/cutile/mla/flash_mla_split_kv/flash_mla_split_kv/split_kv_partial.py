@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_rows,
-    log_sum_exp,
-    packed_queries,
-    store_column_parts,
-)
+from mla_var3.kernel.cutile.mla.tile_ops import packed_queries, store_rows
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.attend import attend
@@ -39,20 +34,6 @@ ConstBool = ct.Constant[bool]
 @dataclass
 class SplitKVPartialTiling(LatentTiling):
     """Bm query rows (s*h of one request, packed) against Bn latent tokens of one split."""
-
-
-def store_partials(
-    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_partial, lse_partial,
-    batch, row_tile, request, split, splits, s, scale_log2e,
-    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-):  # fmt: skip
-    """Attend with one tile of query rows over one split and store its partial."""
-    acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
-        split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-    store_column_parts(o_partial, (batch, split, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse_partial, (batch, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
 
 
 @ct.kernel
@@ -72,17 +53,17 @@ def split_kv_partial(
         first, count = packed_queries(bounds, request, s, lse_partial.shape[2] // H)
         if row_tile * BM < count * H:
             begin, end = first * H, (first + count) * H
-            store_partials(
+            store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
                 scales, lengths, table, tree, o_partial.slice(2, begin, end),
                 lse_partial.slice(2, begin, end),
-                0, row_tile, request, split, splits, count, scale_log2e,
+                (0, split, row_tile), 0, request, split, splits, count, scale_log2e,
                 PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
-        store_partials(
+        store_rows(
             q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_partial, lse_partial,
-            request, row_tile, request, split, splits, s, scale_log2e,
+            (request, split, row_tile), request, request, split, splits, s, scale_log2e,
             PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
