@@ -49,9 +49,6 @@ def refill(inputs: tuple[Tensor, ...], plan: Any, seed: int) -> None:
         tensor.copy_(fresh)
 
 
-# --- concurrent kernels ---------------------------------------------------------------------------
-
-
 def two_kernels() -> tuple[list[tuple[Any, tuple[Tensor, ...], Any]], ConcurrentKernels]:
     members = [planned("flash_mla"), planned("flash_attention")]
     stages = [stage for _, _, stage in members]
@@ -125,9 +122,6 @@ def test_a_group_within_a_pipeline_within_a_graph() -> None:
     check_stage(plan, inputs, mix).require()
 
 
-# --- pipelines in graphs --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("design", "own"), [("mla_var6_plus", {"n": 100}), ("flash_mla_split_kv", {"splits": 4})]
 )
@@ -158,9 +152,6 @@ def test_launches_go_to_the_current_stream() -> None:
     require_equal(copies, wanted)
 
 
-# --- large tensors --------------------------------------------------------------------------------
-
-
 def test_the_last_request_of_a_cache_with_more_than_2_to_the_31_elements() -> None:
     """Offsets beyond 32 bits; only the last request is compared, so the reference stays small."""
     _, total = torch.cuda.mem_get_info()
@@ -175,14 +166,9 @@ def test_the_last_request_of_a_cache_with_more_than_2_to_the_31_elements() -> No
 
     keys, values = (normal(plan.b, plan.h, plan.t, plan.d) for _ in range(2))
     assert keys[-1].storage_offset() == 2**31
-    inputs = (
-        normal(plan.b, plan.s, plan.h, plan.d),
-        normal(plan.b, plan.s, plan.h, plan.p),
-        keys,
-        values,
-        normal(plan.b, plan.t, plan.p),
-        torch.full((plan.b,), plan.t, dtype=torch.int32, device="cuda"),
-    )
+    queries = normal(plan.b, plan.s, plan.h, plan.d), normal(plan.b, plan.s, plan.h, plan.p)
+    lengths = torch.full((plan.b,), plan.t, dtype=torch.int32, device="cuda")
+    inputs = (*queries, keys, values, normal(plan.b, plan.t, plan.p), lengths)
     stage = plan.plan(*inputs)
     poison_outputs(stage)
     stage.launch()
@@ -202,21 +188,14 @@ def test_the_last_request_of_a_cache_with_more_than_2_to_the_31_elements() -> No
             assert compare(output[one], wanted).relative_frobenius <= allowed, request
 
 
-# --- bad input ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("design", ["flash_attention", "flash_mla", "mla_var6_plus"])
 def test_cpu_tensors_among_cuda_tensors_are_named(design: str) -> None:
     plan, inputs, _ = planned(design, **({"n": 50} if design == "mla_var6_plus" else {}))
     for index in range(1, len(inputs)):
         mixed = [tensor.cpu() if i == index else tensor for i, tensor in enumerate(inputs)]
-        with pytest.raises(
-            InvalidArgumentError, match=r"^\w+: expected a tensor on cuda:0, got one on cpu$"
-        ):
+        expected = r"^\w+: expected a tensor on cuda:0, got one on cpu$"
+        with pytest.raises(InvalidArgumentError, match=expected):
             plan.plan(*mixed)
-
-
-# --- tuning and event mode ------------------------------------------------------------------------
 
 
 def test_tuning_writes_a_cache_that_the_next_run_uses() -> None:
