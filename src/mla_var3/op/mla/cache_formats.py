@@ -33,14 +33,10 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
-from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
+from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX, LEAST_SCALE
 
 _FLOAT32 = 4
 BYTE_DTYPES = (torch.uint8, torch.int8, E4M3)
-LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""A subnormal scale would become zero on a GPU that flushes them."""
-
-
 ROPE_SHARE = 2.0**-60
 """Least scale over the largest number of the rope key: the divided key stays within bfloat16."""
 

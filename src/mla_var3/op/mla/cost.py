@@ -82,8 +82,7 @@ def attention_block_specialized_cost(problem: MlaProblem, n: int, form: WindowFo
     Reads the queries in all three forms, the latent cache of the old tokens and the window of the
     new ones; writes a latent and a decompressed partial in the problem's dtype, each with its LSE.
     """
-    old, new = _old_new(problem, n)
-    return _mix_cost(problem, old, new, form)
+    return mix_cost(problem, *_old_new(problem, n), form)
 
 
 def decompress_combine_cost(problem: MlaProblem) -> Cost:
@@ -188,14 +187,19 @@ def _old_new(problem: MlaProblem, n: int) -> tuple[int, int]:
     return problem.total_tokens - new, new
 
 
-def _mix_cost(problem: MlaProblem, old: int, new: int, form: WindowForm = PLAIN) -> Cost:
-    """Attention over `old` latent and `new` decompressed tokens of the whole batch."""
+def mix_cost(
+    problem: MlaProblem, old: int, new: int, form: WindowForm, stored: int | None = None
+) -> Cost:
+    """Attention over `old` latent and `new` decompressed tokens of the whole batch.
+
+    The latter are stored once for each request, or `stored` in all.
+    """
     h, s, d, p, k, v = problem.h, problem.s, problem.d, problem.p, problem.k, problem.v
     flops = 2 * h * s * ((old + new) * p + new * (d + v) + 2 * old * k)
     queries = _rows(problem) * (d + k + p)
     partials = _rows(problem) * (k + v)
     elements = queries + old * (k + p) + partials
-    window = new * form.token_bytes(problem)
+    window = (new if stored is None else stored) * form.token_bytes(problem)
     return Cost(flops, elements * problem.element_size + window + 2 * _lse_bytes(problem))
 
 

@@ -27,8 +27,8 @@ import cuda.tile as ct
 from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.reserve_pages import power_of_two
-from mla_var3.op.mla.cache_formats import LEAST_SCALE, ROPE_SHARE, CacheFormat
-from mla_var3.op.mla.window.quantise import E4M3_MAX
+from mla_var3.op.mla.cache_formats import ROPE_SHARE, CacheFormat
+from mla_var3.op.mla.window.quantise import E4M3_MAX, LEAST_SCALE
 from mla_var3.runtime.ct_kernel import Launch
 from mla_var3.runtime.stage import is_power_of_two
 

@@ -177,15 +177,13 @@ class MixModel:
             n: Decompressed tokens per request, `0..t`.
             split: SMs of the latent work, from 0 to all.
         """
-        self._require_dtype(problem)
         most = self.parameters.sm_count
         require_int("split", split, minimum=0, maximum=most, maximum_name="sm_count")
-        return self._time(mix_work(problem, n, self.form), n, split)
+        return self._time(self._work(problem, n), n, split)
 
     def best_split(self, problem: MlaProblem, n: int) -> int:
         """The SMs that the latent work should get for one `n`."""
-        self._require_dtype(problem)
-        return self.split_of(mix_work(problem, n, self.form))
+        return self.split_of(self._work(problem, n))
 
     def split_of(self, work: MixWork) -> int:
         """The SMs that the latent part of some work should get: all or none if it is alone."""
@@ -208,8 +206,7 @@ class MixModel:
 
     def at(self, problem: MlaProblem, n: int) -> MixTime:
         """The time of one `n` at its best split."""
-        self._require_dtype(problem)
-        work = mix_work(problem, n, self.form)
+        work = self._work(problem, n)
         return self._time(work, n, self.split_of(work))
 
     def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
@@ -217,7 +214,6 @@ class MixModel:
 
         The ends count as the pure paths that they are.
         """
-        self._require_dtype(problem)
         require_int("multiple", multiple, minimum=1)
         candidates = self.candidates(problem, max_bytes, multiple)
         return fastest_window(candidates, lambda n: self.at(problem, n).total_us)
@@ -274,11 +270,12 @@ class MixModel:
         others = sum(cost.time_us(*rates) + launch for cost in work.others)
         return MixTime(n, split, *parts, attention_us=max(parts) + launch, others_us=others)
 
-    def _require_dtype(self, problem: MlaProblem) -> None:
+    def _work(self, problem: MlaProblem, n: int) -> MixWork:
         if problem.dtype != self.parameters.dtype:
             raise InvalidArgumentError(
                 "problem.dtype", f"{self.parameters.dtype}, as the parameters", problem.dtype
             )
+        return mix_work(problem, n, self.form)
 
 
 def fastest_window(candidates: Sequence[int], time_us: Callable[[int], float]) -> int:

@@ -173,20 +173,11 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
+        times = ("kernel_us", "call_us", "steady_kernel_us", "steady_call_us")
         return {
-            "kernel": self.kernel,
-            "language": self.language,
-            "kernel_us": self.kernel_us,
-            "call_us": self.call_us,
-            "steady_kernel_us": self.steady_kernel_us,
-            "steady_call_us": self.steady_call_us,
-            "around_us": dict(self.around),
-            "flops": self.cost.flops,
-            "bytes": self.cost.bytes,
-            "bound": self.bound,
-            "fitted": self.fitted,
-            "error": self.error,
-            "source": self.source,
+            **{name: getattr(self, name) for name in ("kernel", "language", *times)},
+            **{"around_us": dict(self.around), "flops": self.cost.flops, "bytes": self.cost.bytes},
+            **{name: getattr(self, name) for name in ("bound", "fitted", "error", "source")},
             **self.choice,
         }
 

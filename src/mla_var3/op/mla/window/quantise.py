@@ -25,7 +25,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 # The least scale: a subnormal one would become zero on a GPU that flushes them. It is also the
 # scale of a row of zeros, so that no kernel ever divides by zero or needs a branch.
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 _LEAST_EXPONENT = -60
 """Of a power of two. A kernel takes the scales of all tokens relative to the largest in float32, so
 they must not be worlds apart; values below 448 * 2**-60 do not matter to any output."""
@@ -96,7 +96,7 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
     wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
     peaks = rows.abs().amax(-1).to(wide)
     # clamp keeps NaN, and turns a peak of zero into the least scale.
-    scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
+    scales = (peaks / E4M3_MAX).float().clamp(min=LEAST_SCALE)
     usable = peaks.isfinite() & scales.isfinite()
     if powers_of_two:
         mantissas, exponents = torch.frexp(scales)  # a mantissa is at least 0.5

@@ -102,19 +102,10 @@ class CtFlashMLA(LatentPlan):
             return (ct.cdiv(self.s * h, tiling.Bm), self.b)
 
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
-            return (
-                *operands.tensors,
-                o_latent.view(lead[0], lead[1] * h, k),
-                lse.view(lead[0], lead[1] * h),
-                self.scale_log2e,
-                self.s,
-                operands.scales,
-                *operands.options,
-                self.causal,
-                h,
-                *tiling.sides(k),
-                self.p,
-            )
+            rows = lead[0], lead[1] * h
+            given = (*operands.tensors, o_latent.view(*rows, k), lse.view(rows))
+            constants = (*operands.options, self.causal, h, *tiling.sides(k), self.p)
+            return (*given, self.scale_log2e, self.s, operands.scales, *constants)
 
         results = operands.as_given(o_latent, lse)
         return self.kernel(flash_mla, grid_fn, args_fn, inputs, results)

@@ -123,19 +123,9 @@ class CtSplitKVPartial(LatentPlan):
             return (ct.cdiv(self.s * h, tiling.Bm), splits, self.b)
 
         def args_fn(tiling: SplitKVPartialTiling) -> tuple[object, ...]:
-            return (
-                *operands.tensors,
-                o_partial.view(lead, splits, tokens * h, k),
-                lse_partial.view(lead, splits, tokens * h),
-                self.scale_log2e,
-                self.s,
-                splits,
-                operands.scales,
-                *operands.options,
-                self.causal,
-                h,
-                *tiling.sides(k),
-                self.p,
-            )
+            rows = lead, splits, tokens * h
+            given = (*operands.tensors, o_partial.view(*rows, k), lse_partial.view(rows))
+            constants = (*operands.options, self.causal, h, *tiling.sides(k), self.p)
+            return (*given, self.scale_log2e, self.s, splits, operands.scales, *constants)
 
         return self.kernel(split_kv_partial, grid_fn, args_fn, inputs, [o_partial, lse_partial])
