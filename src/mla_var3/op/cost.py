@@ -24,7 +24,6 @@ class Cost:
     bytes: float
 
     def __add__(self, other: Cost) -> Cost:
-        """The work of both."""
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
     @property

@@ -59,7 +59,6 @@ class MlaProblem:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks every field; an error names it, what was expected and what came."""
         require_sizes(self)
         _require_dtype(self.dtype)
         if not isinstance(self.causal, bool):

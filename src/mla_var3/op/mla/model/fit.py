@@ -68,7 +68,6 @@ class MixRecord:
     form: str = "plain"
 
     def __post_init__(self) -> None:
-        """Checks what the problem does not."""
         number = isinstance(self.time_us, (int, float)) and not isinstance(self.time_us, bool)
         if not number or not 0 < self.time_us < math.inf:
             raise InvalidArgumentError("time_us", "a positive number", repr(self.time_us))

@@ -172,7 +172,6 @@ class Estimate:
         return f"fitted, {self.source}" if self.fitted else self.source
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
         times = ("kernel_us", "call_us", "steady_kernel_us", "steady_call_us")
         return {
             **{name: getattr(self, name) for name in ("kernel", "language", *times)},

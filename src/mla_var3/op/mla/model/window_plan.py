@@ -48,7 +48,6 @@ class PlanPoint:
         return self.estimate.advised_us
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
         return {
             **self.estimate.to_dict(),
             "n": self.n,
@@ -93,7 +92,6 @@ class WindowPlan:
         return self.model.parameters.fitted
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
         return {
             "predicted": True,
             "problem": asdict(self.problem),

@@ -49,7 +49,6 @@ class SharedPrefixProblem:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        """Checks both fields."""
         if not isinstance(self.problem, MlaProblem):
             raise InvalidArgumentError("problem", "an MlaProblem", repr(self.problem))
         require_int("prefix", self.prefix, minimum=0, maximum=self.problem.t, maximum_name="t")

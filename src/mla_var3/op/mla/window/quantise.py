@@ -45,7 +45,6 @@ class QuantisedRows:
     scales: torch.Tensor
 
     def __post_init__(self) -> None:
-        """Checks dtypes and shapes."""
         if self.values.dtype is not E4M3:
             raise InvalidArgumentError("values", E4M3, self.values.dtype)
         if self.scales.dtype is not torch.float32:
