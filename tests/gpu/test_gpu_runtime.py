@@ -29,6 +29,8 @@ pytestmark = pytest.mark.gpu
 
 SMALL = {"b": 3, "s": 4, "t": 300, "h": 16, "lengths": (300, 0, 77), "seed": 0}
 GIB = 1 << 30
+Members = list[tuple[Any, tuple[Tensor, ...], Any]]
+"""Plans, each with its inputs and its stage."""
 
 
 def make(design: str, **fields: Any) -> Any:
@@ -49,7 +51,7 @@ def refill(inputs: tuple[Tensor, ...], plan: Any, seed: int) -> None:
         tensor.copy_(fresh)
 
 
-def two_kernels() -> tuple[list[tuple[Any, tuple[Tensor, ...], Any]], ConcurrentKernels]:
+def two_kernels() -> tuple[Members, ConcurrentKernels]:
     members = [planned("flash_mla"), planned("flash_attention")]
     stages = [stage for _, _, stage in members]
     group = ConcurrentKernels(_name="both", concurrent_kernels=stages, stream_priorities=[-1, 0])
@@ -92,16 +94,19 @@ def test_the_group_waits_for_what_came_before_and_is_waited_for() -> None:
 
 
 def test_a_group_in_a_graph_follows_its_inputs() -> None:
-    members, group = two_kernels()
-    graph = captured(group.launch)
+    follows_its_inputs_in_a_graph(*two_kernels())
+
+
+def follows_its_inputs_in_a_graph(members: Members, whole: Any) -> None:
+    graph = captured(whole.launch)
     for seed in (1, 2):
         for plan, inputs, _ in members:
             refill(inputs, plan, seed)
-        poison_outputs(group)
+        poison_outputs(whole)
         graph.replay()
-        replayed = outputs_of(group)
-        group.launch()
-        require_equal(replayed, outputs_of(group))
+        replayed = outputs_of(whole)
+        whole.launch()
+        require_equal(replayed, outputs_of(whole))
         for plan, inputs, stage in members:
             check_stage(plan, inputs, stage).require()
 
@@ -127,14 +132,7 @@ def test_a_group_within_a_pipeline_within_a_graph() -> None:
 )
 def test_a_pipeline_in_a_graph(design: str, own: dict[str, int]) -> None:
     plan, inputs, stage = planned(design, **own)
-    graph = captured(stage.launch)
-    for seed in (1, 2):
-        refill(inputs, plan, seed)
-        poison_outputs(stage)
-        graph.replay()
-        replayed = outputs_of(stage)
-        check_stage(plan, inputs, stage).require()
-        require_equal(replayed, outputs_of(stage))
+    follows_its_inputs_in_a_graph([(plan, inputs, stage)], stage)
 
 
 def test_launches_go_to_the_current_stream() -> None:

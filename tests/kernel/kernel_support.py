@@ -155,11 +155,6 @@ def tampered(stage: Stage, kernel: str, change: Callable[[Any], Any]) -> Iterato
         target._prepared = None
 
 
-def all_kernels(plan: MlaPlan) -> list[str]:
-    """The kernel names of a plan."""
-    return [kernel.name for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels()]
-
-
 def transposed_storage(tensor: Tensor, first: int, second: int) -> Tensor:
     """The same values and shape, with two dimensions swapped in memory."""
     return tensor.transpose(first, second).contiguous().transpose(first, second)
