@@ -103,11 +103,8 @@ class MlaPlan(KernelPlan):
     ) -> None:
         """Check inputs: their sizes, dtypes and layouts, and that all are where the first one is.
 
-        Args:
-            shapes: sizes of each argument by letters, "bshd" for [b, s, h, d]. Lengths are int32,
-                LSEs float32, the others of the plan's dtype.
-            inputs: the tensors, in that order.
-            sizes: letters that are no sizes of the problem.
+        The shapes are sizes by letters, "bshd" for [b, s, h, d]; `sizes` are letters that the
+        problem does not have. Lengths are int32, LSEs float32, the others of the plan's dtype.
         """
         problem = self.problem()
         for (name, letters), tensor in zip(shapes.items(), inputs, strict=True):

@@ -23,9 +23,7 @@ _MAX_SPLIT_WAVES = 4
 def flash_attention_cost(problem: MlaProblem, tokens: int | None = None) -> Cost:
     """Attention over decompressed keys and values; the rope keys are shared by the heads.
 
-    Args:
-        problem: Sizes and lengths.
-        tokens: KV tokens of the whole batch that are attended; None for all.
+    `tokens` are those attended in the whole batch; None for all.
     """
     d, p, v = problem.d, problem.p, problem.v
     tokens = problem.total_tokens if tokens is None else tokens
@@ -40,10 +38,7 @@ def flash_mla_cost(
 ) -> Cost:
     """Attention over the latent cache, from latent queries to the latent output.
 
-    Args:
-        problem: Sizes and lengths.
-        token_bytes: Bytes of a token of an 8-bit cache; None for one in the problem's dtype.
-        tokens: KV tokens of the whole batch that are attended; None for all.
+    `token_bytes` are those of a token of an 8-bit cache; None for one in the problem's dtype.
     """
     k, p, element = problem.k, problem.p, problem.element_size
     tokens = problem.total_tokens if tokens is None else tokens
@@ -148,13 +143,8 @@ def split_count(
 ) -> int:
     """How many splits of the KV tokens flash_mla_split_kv makes.
 
-    Time is taken as waves of tiles over the SMs times KV tiles per split, for the longest request.
-
-    Args:
-        problem: Sizes and lengths.
-        sm_count: SMs that run one tile each at a time.
-        rows_per_tile: Query rows (query token and head) per tile.
-        kv_tile: KV tokens per step of a tile.
+    Time is taken as waves of tiles, one per SM, times steps of `kv_tile` KV tokens per split, for
+    the longest request.
 
     Returns:
         The split count of least estimated time, the smallest of equally good ones; never more

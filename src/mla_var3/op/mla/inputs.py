@@ -60,13 +60,8 @@ def make_inputs(
 ) -> MlaInputs:
     """Makes random normal inputs with NaN in every slot that holds no token.
 
-    Args:
-        problem: Sizes, dtype and lengths.
-        device: Where the tensors live. On "meta" they have shapes and no values.
-        seed: Makes the values repeatable on one kind of device; None draws fresh ones.
-
-    Returns:
-        The inputs, in the problem's dtype and with unit variance, except for the weights.
+    On "meta" they have shapes and no values. A seed makes them repeatable on one kind of device.
+    They are in the problem's dtype and have unit variance, except for the weights.
     """
     device = torch.device(device)
     dtype = torch_dtype(problem)

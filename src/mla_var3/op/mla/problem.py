@@ -100,14 +100,7 @@ class MlaProblem:
         return 2
 
     def window(self, n: int) -> list[tuple[int, int]]:
-        """Splits each request into its old tokens and its `n` newest.
-
-        Args:
-            n: Newest tokens wanted per request, `0..t`.
-
-        Returns:
-            Per request `(old, new)` with `new = min(n, len)` and `old = len - new`.
-        """
+        """Per request `(old, new)` with `new = min(n, len)` and `old = len - new`; n is `0..t`."""
         self.require_window(n)
         return [(length - min(n, length), min(n, length)) for length in self.kv_lengths]
 
@@ -169,15 +162,7 @@ def require_int(
     maximum: int | None = None,
     maximum_name: str = "",
 ) -> None:
-    """Require an integer within bounds.
-
-    Args:
-        argument: its name in the message.
-        value: what came.
-        minimum: smallest value allowed.
-        maximum: largest value allowed; None for any.
-        maximum_name: what the largest value is called; empty for a plain number.
-    """
+    """Require an integer within bounds; `maximum_name` is what the largest value is called."""
     # bool is a subclass of int, and `--b=True` is never what was meant.
     number = value if isinstance(value, int) and not isinstance(value, bool) else None
     if number is not None and minimum <= number and (maximum is None or number <= maximum):

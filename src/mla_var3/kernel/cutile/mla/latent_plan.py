@@ -90,13 +90,7 @@ class LatentOperands:
     options: tuple[int, ...]
 
     def results(self, *sizes: int, dtype: torch.dtype, empty: float = 0.0) -> Tensor:
-        """A tensor for results; rows of no request, which kernels leave as they are, are `empty`.
-
-        Args:
-            sizes: leading sizes, those of `lead`, and what follows.
-            dtype: element type.
-            empty: for rows of no request.
-        """
+        """A tensor for results; rows of no request, which no kernel writes, are `empty`."""
         like = self.tensors[0]
         if self.packed:
             return like.new_full(sizes, empty, dtype=dtype)

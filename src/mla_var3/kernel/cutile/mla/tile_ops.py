@@ -53,11 +53,7 @@ spills; with one part the compiler fails for sm_100 (cuTile 1.7)."""
 def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):
     """Number of KV positions that a query row sees: `length - s + query + 1`, or all of them.
 
-    Args:
-        row: int32 tile or scalar; ROWS_PER_QUERY consecutive rows belong to one query token.
-        length: KV length of the request.
-        s: query tokens of the request.
-        CAUSAL: compile-time flag.
+    ROWS_PER_QUERY consecutive rows (int32 tile or scalar) belong to one query token.
     """
     if CAUSAL:
         return ct.minimum(length - s + 1 + row // ROWS_PER_QUERY, length)
@@ -111,13 +107,9 @@ def needs_mask(tile, full_tile):
 
 
 def softmax_step(scores, m, l, scale_log2e):  # noqa: E741 - l is the usual name of the row sum
-    """One online-softmax step over a tile of scores.
+    """One online-softmax step over float32 scores [BM, BN], of which masked entries are -inf.
 
-    Args:
-        scores: [BM, BN] float32 scores, masked entries are -inf.
-        m: [BM, 1] running row maximum in base 2, SCORE_FLOOR before the first key.
-        l: [BM, 1] running row sum.
-        scale_log2e: softmax scale times log2 e.
+    m, l [BM, 1]: running row maximum in base 2, SCORE_FLOOR before the first key; row sum.
 
     Returns:
         (p, alpha, m, l): probabilities [BM, BN] relative to the new maximum, the factor [BM, 1] by

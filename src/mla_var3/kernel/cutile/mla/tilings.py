@@ -73,13 +73,7 @@ def fits_shared_memory(plan: MlaPlan, *tiles: tuple[int, int]) -> tuple[bool, st
 
 
 def multiprocessors(device: torch.device, target: str, fewest: int = 1) -> int:
-    """SMs of a GPU; elsewhere those of the smallest known device of the target.
-
-    Args:
-        device: where the tensors are.
-        target: GPU code that the kernel is planned for.
-        fewest: what to assume for a target without a known device.
-    """
+    """SMs of a GPU; elsewhere those of the smallest known device of the target, or `fewest`."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     known = [spec.sm_count for spec in load_devices().values() if spec.target == target]

@@ -45,12 +45,10 @@ class MixRecord:
     """One measured time of the attention stage.
 
     Attributes:
-        b, s, t, h: Sizes, every request with `t` tokens.
+        b, s, t, h, d, p, k, dtype: The problem, every request with `t` tokens.
         n: Decompressed tokens per request.
         sms: SMs of the latent work; the others did, or were kept free for, the decompressed one.
         time_us: The measured time of the attention, without projections and merge.
-        d, p, k: Widths.
-        dtype: Element type of the queries and the latent cache.
         form: How the window was stored, "plain" or "fp8".
     """
 

@@ -170,13 +170,7 @@ class MixModel:
     form: WindowForm = PLAIN
 
     def time_us(self, problem: MlaProblem, n: int, split: int) -> MixTime:
-        """The time of one choice.
-
-        Args:
-            problem: Sizes and lengths, in the dtype of the parameters.
-            n: Decompressed tokens per request, `0..t`.
-            split: SMs of the latent work, from 0 to all.
-        """
+        """The time of n decompressed tokens per request, with 0 to all SMs for the latent work."""
         most = self.parameters.sm_count
         require_int("split", split, minimum=0, maximum=most, maximum_name="sm_count")
         return self._time(self._work(problem, n), n, split)

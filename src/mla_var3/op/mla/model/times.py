@@ -206,16 +206,10 @@ def power_limit_us(
 
 
 def attention_us(cost: Cost, tiles: int, target: Target, filled: float = 1.0) -> float:
-    """Burst time of an attention kernel with so many query tiles.
+    """Burst time of an attention kernel with so many query tiles, a share of their rows `filled`.
 
     A kernel that splits its work over the KV tokens does so where that is faster than whole tiles
     on some of the SMs. Those in cuTile do not, and compute whole tiles.
-
-    Args:
-        cost: FLOPs and bytes.
-        tiles: query tiles.
-        target: the kernel and the device.
-        filled: share of the tiles' rows that are query rows.
     """
     rates, sms = target.rates, target.spec.sm_count
     whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own

@@ -28,8 +28,7 @@ class PlanPoint:
     Attributes:
         n: Decompressed tokens per request.
         window_bytes: Memory of the window in one layer, for the whole batch.
-        estimate: Kernel and call time per layer: of latent attention at `n = 0`, of decompressed
-            attention for a window that holds every token, of the mix in between.
+        estimate: Kernel and call time per layer, see `window_estimate`.
         sms: SMs of the latent work.
         bound: What the attention waits for.
         joules: Energy of its attention, per layer; None where it is not known.

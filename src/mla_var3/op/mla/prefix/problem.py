@@ -120,13 +120,7 @@ def latent_shared_passes(shared: SharedPrefixProblem) -> tuple[MlaProblem, MlaPr
 def overlap_sms(shared: float, own: float, sms: int) -> int:
     """SMs of the latent pass over shared tokens beside the one over own tokens, by their work.
 
-    Args:
-        shared: tokens times query tiles of the pass over shared tokens.
-        own: the same of the other pass.
-        sms: SMs of the device.
-
-    Returns:
-        0 where one pass runs after the other.
+    The work of a pass is its tokens times its query tiles. 0 where one pass runs after the other.
     """
     if not 0 < (shared + own) * TOKEN_US / sms <= OVERLAP_US:
         return 0
