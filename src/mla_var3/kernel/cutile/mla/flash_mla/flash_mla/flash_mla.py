@@ -30,9 +30,8 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan, LatentTiling
 from mla_var3.kernel.cutile.mla.tile_ops import packed_queries, store_rows
-from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.ct_kernel import CtKernel
@@ -87,7 +86,7 @@ class CtFlashMLA(LatentPlan):
     )  # fmt: skip
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return self.candidates(FlashMLATiling)
+        return FlashMLATiling.candidates(self)
 
     def cost(self) -> Cost:
         return flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)

@@ -64,7 +64,7 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return self.candidates(SplitKVPartialTiling)[0]
+            return SplitKVPartialTiling.candidates(self)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:

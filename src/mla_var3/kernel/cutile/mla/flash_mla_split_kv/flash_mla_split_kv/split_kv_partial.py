@@ -17,9 +17,8 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan, LatentTiling
 from mla_var3.kernel.cutile.mla.tile_ops import packed_queries, store_rows
-from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
@@ -106,7 +105,7 @@ class CtSplitKVPartial(LatentPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return self.candidates(SplitKVPartialTiling)
+        return SplitKVPartialTiling.candidates(self)
 
     def cost(self) -> Cost:
         seen = self.problem().within(self.sliding_window)
