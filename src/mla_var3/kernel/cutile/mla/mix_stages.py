@@ -233,8 +233,10 @@ class CutileMixPlan(NewestWindowPlan):
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         attention, outputs = self.attention_stage(*inputs)
         *_, w_uv, _ = inputs
-        combine = self.combine_plan(self.tiling_fields()["combine_tiling"]).plan(*outputs, w_uv)
-        return KernelPipeline(_name=self.name, stages=[attention, combine])
+        parts = {0: "latent", self.t: "new"}.get(self.chosen_n, "both")
+        tiling = self.tiling_fields()["combine_tiling"]
+        combine = self.stage_plan(CtDecompressCombine, parts=parts, tiling=tiling)
+        return KernelPipeline(_name=self.name, stages=[attention, combine.plan(*outputs, w_uv)])
 
     def attention_stage(self, *inputs: Tensor) -> tuple[Stage, Sequence[Tensor]]:
         """What attends, and its outputs for the merge."""
@@ -246,26 +248,14 @@ class CutileMixPlan(NewestWindowPlan):
 
     def stage_plan(self, stage_class: type[Any], **fields: Any) -> Any:
         """The plan of a stage, for the same problem and target."""
-        return stage_class(**self.stage_fields(), **fields)
-
-    def combine_plan(self, tiling: Tiling) -> CtDecompressCombine:
-        """The plan of the merge."""
-        n = self.chosen_n
-        parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage: CtDecompressCombine = self.stage_plan(
-            CtDecompressCombine, parts=parts, tiling=tiling
-        )
-        return stage
+        shared = {key: value for key, value in self.params().items() if key != "n"}
+        return stage_class(**shared, target=self.target, **fields)
 
     def _default_tiling(self, name: str) -> Tiling | None:
+        tiling: Any = type(self.tiling_fields()[name])
         if name == "combine_tiling":
-            merge: CtDecompressCombine = self.stage_plan(CtDecompressCombine)
-            return merge._default_tiling("tiling")
-        candidates: list[Any] = type(getattr(self, name)).candidates(self.target.code)
-        if hasattr(candidates[0], "Kp"):
-            candidates = with_parts_of(candidates, self.k)
-        default: Tiling = candidates[0]
-        return default
+            return tiling.default(self.target.code)
+        return with_parts_of(tiling.candidates(self.target.code), self.k)[0]
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []

@@ -89,7 +89,7 @@ def with_parts_of(made: Iterable[TilingT], k: int) -> list[TilingT]:
     """Tilings with parts of the latent dimension that are no wider than k columns, each once."""
     found: list[TilingT] = []
     for each in made:
-        fitting = replace(each, Kp=min(each.Kp, k))
+        fitting = replace(each, Kp=min(each.Kp, k)) if hasattr(each, "Kp") else each
         if fitting not in found:
             found.append(fitting)
     return found

@@ -108,7 +108,7 @@ class CtWindowNewV4(SharingPlan):
         return self.window_reference(inputs, compute_dtype)
 
     def _autotune_configs(self) -> Sequence[WindowNewTilingV4]:
-        found = WindowNewTilingV4.candidates(self.target.code)
+        found = super()._autotune_configs()
         return [each for each in found if not self.alone or each.Share == DEFAULT_SHARE]
 
     def cost(self) -> Cost:
