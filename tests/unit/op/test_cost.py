@@ -81,14 +81,11 @@ def test_bytes_are_the_sizes_of_the_tensors():
 
 
 def test_lengths_count_where_slots_do_not():
-    tokens = sum(TINY.kv_lengths)
-    p, k, h = TINY.p, TINY.k, TINY.h
-    missing = FULL.b * FULL.t - tokens
-    difference = cost.flash_attention_cost(FULL).bytes - cost.flash_attention_cost(TINY).bytes
-    assert difference == missing * (h * (TINY.d + TINY.v) + p) * 2
-    assert (
-        cost.flash_mla_cost(FULL).bytes - cost.flash_mla_cost(TINY).bytes == missing * (k + p) * 2
-    )
+    missing = FULL.b * FULL.t - sum(TINY.kv_lengths)
+    heads, latent = TINY.h * (TINY.d + TINY.v), TINY.k
+    for function, width in ((cost.flash_attention_cost, heads), (cost.flash_mla_cost, latent)):
+        difference = function(FULL).bytes - function(TINY).bytes
+        assert difference == missing * (width + TINY.p) * 2
 
 
 def test_projection_flops():
@@ -187,26 +184,24 @@ def test_cost_arithmetic():
     assert work.bound(2.0, 1.0) == "compute"
 
 
-OF_A_WINDOW = (
-    cost.attention_block_specialized_cost, cost.decompression_cost, cost.decompressed_bytes
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        *(
-            (partial(function, FULL, n), "n: expected an integer from 0 to t=5")
-            for function in OF_A_WINDOW
-            for n in (-1, 6)
-        ),
-        (lambda: cost.best_n(FULL, *H200, multiple=0), "multiple: expected a positive integer"),
-        (lambda: cost.split_count(FULL, sm_count=0), "sm_count: expected a positive integer"),
-        (lambda: cost.flash_mla_split_kv_cost(FULL, 0), "splits: expected a positive integer"),
-        (lambda: Cost(1.0, 1.0).time_us(0.0, 1.0), "peak_tflops: expected a positive number"),
-        (lambda: Cost(1.0, 1.0).time_us(1.0, math.nan), "peak_gbps: expected a positive number"),
+BAD_ARGUMENTS = {
+    "n: expected an integer from 0 to t=5": [
+        partial(function, FULL, n)
+        for function in (
+            cost.attention_block_specialized_cost, cost.decompression_cost, cost.decompressed_bytes
+        )
+        for n in (-1, 6)
     ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
-        call()
+    "multiple: expected a positive integer": [partial(cost.best_n, FULL, *H200, multiple=0)],
+    "sm_count: expected a positive integer": [partial(cost.split_count, FULL, sm_count=0)],
+    "splits: expected a positive integer": [partial(cost.flash_mla_split_kv_cost, FULL, 0)],
+    "peak_tflops: expected a positive number": [partial(Cost(1.0, 1.0).time_us, 0.0, 1.0)],
+    "peak_gbps: expected a positive number": [partial(Cost(1.0, 1.0).time_us, 1.0, math.nan)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_ARGUMENTS)
+def test_bad_arguments_are_named(message):
+    for call in BAD_ARGUMENTS[message]:
+        with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+            call()
