@@ -8,7 +8,6 @@ share what is compiled in, and within a group t is mostly odd; the whole grid ta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +16,14 @@ import torch
 
 from mla_var3.runtime.check import check_stage
 from mla_var3.runtime.paths import find_kernel, plan_class
+from tests.unit.op.op_support import visible
 
 pytest.importorskip("cuda.tile")
+pytestmark = pytest.mark.gpu
 
 DESIGNS = (
-    "flash_attention",
-    "flash_mla",
-    "flash_mla_split_kv",
-    "mla_var6_plus",
-    "mla_var6_plus_v2",
-    "mla_var6_plus_v3",
-    "mla_var6_plus_v4",
+    *("flash_attention", "flash_mla", "flash_mla_split_kv"),
+    *("mla_var6_plus", "mla_var6_plus_v2", "mla_var6_plus_v3", "mla_var6_plus_v4"),
 )
 LSE_RELATIVE = 1e-5
 """The log-sum-exp is float32 throughout; the check's own bound is the 16-bit one."""
@@ -63,20 +59,15 @@ def mixed_lengths(s: int, t: int) -> tuple[int, ...]:
     return t, 0, 1, min(s, t), t // 2 + 1
 
 
-def cases() -> Iterator[Any]:
-    for group in GROUPS:
-        mask = "causal" if group.causal else "full"
-        for s, t, n in group.shapes:
-            for design in DESIGNS:
-                label = f"{design}-h{group.h}-{mask}-{group.dtype}-s{s}-t{t}"
-                yield pytest.param(design, group, s, t, n, id=label)
-
-
-GRID = list(cases())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("design", "group", "s", "t", "n"), GRID)
+@pytest.mark.parametrize(
+    ("group", "s", "t", "n"),
+    [
+        pytest.param(group, *shape, id="-".join(map(str, (group.h, group.causal, *shape))))
+        for group in GROUPS
+        for shape in group.shapes
+    ],
+)
+@pytest.mark.parametrize("design", DESIGNS)
 def test_shape(design: str, group: Group, s: int, t: int, n: int) -> None:
     own: dict[str, int] = {}
     if design.startswith("mla_var6_plus"):
@@ -86,7 +77,6 @@ def test_shape(design: str, group: Group, s: int, t: int, n: int) -> None:
     require_right(design, s, t, h=group.h, causal=group.causal, dtype=group.dtype, **own)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("page", [16, 32, 64, 192])
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("widths", [(512, 64), (512, 0), (256, 32)])
@@ -103,7 +93,7 @@ def require_right(design: str, s: int, t: int, **fields: Any) -> None:
     lengths = mixed_lengths(s, t)
     plan = plan_class(find_kernel(design))(
         b=len(lengths), s=s, t=t, lengths=lengths, seed=0, **fields
-    ).for_target(device_target())
+    ).for_target("sm_{}{}".format(*torch.cuda.get_device_capability()))
     inputs = plan.prepare_inputs("cuda")
     stage = plan.plan(*inputs)
     assert stage.device_type == "cuda"
@@ -116,33 +106,9 @@ def require_right(design: str, s: int, t: int, **fields: Any) -> None:
 def require_empty_rows(plan: Any, stage: Any) -> None:
     """Rows that see no key are exactly 0 and -inf."""
     out, lse = stage.output_tensors
-    empty = torch.tensor(
-        [
-            [plan.problem().visible(request, query) == 0 for query in range(plan.s)]
-            for request in range(plan.b)
-        ],
-        device=out.device,
-    )
+    b, s, problem = range(plan.b), range(plan.s), plan.problem()
+    empty = torch.tensor([[visible(problem, i, j) == 0 for j in s] for i in b], device=out.device)
     assert empty[1].all()
     assert not out[empty].any()
     assert (lse[empty] == -math.inf).all()
     assert lse[~empty].isfinite().all()
-
-
-def device_target() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
-
-
-def test_the_grid_is_large_and_varied() -> None:
-    """Needs no GPU."""
-    assert len(GRID) >= 72
-    sizes = [shape for group in GROUPS for shape in group.shapes]
-    assert {group.h for group in GROUPS} == {8, 16, 24, 32, 64, 128}
-    assert (min(s for s, _, _ in sizes), max(s for s, _, _ in sizes)) == (1, 200)
-    assert (min(t for _, t, _ in sizes), max(t for _, t, _ in sizes)) == (1, 5000)
-    assert all(0 <= n <= t for _, t, n in sizes)
-    assert {0, 1} <= {n for _, _, n in sizes}
-    assert any(n == t for _, t, n in sizes)
-    assert {group.causal for group in GROUPS} == {True, False}
-    assert {group.dtype for group in GROUPS} == {"bfloat16", "float16"}

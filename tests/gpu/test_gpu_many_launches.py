@@ -29,30 +29,16 @@ TIME_LIMIT_S = 240.0
 """Compiling takes half a minute, 10,000 launches a few seconds."""
 SHAPES: tuple[dict[str, Any], ...] = (
     # Nearly as many work tiles as SMs: most CTAs of a persistent kernel find nothing left.
-    {
-        "b": 5,
-        "s": 6,
-        "t": 1907,
-        "h": 16,
-        "n": 1246,
-        "prefix": 640,
-        "lengths": (1600, 876, 1907, 1280, 721),
-    },
+    {"b": 5, "s": 6, "t": 1907, "h": 16, "n": 1246, "prefix": 640,
+     "lengths": (1600, 876, 1907, 1280, 721)},
     # Empty and one-token requests, more CTAs than tiles.
     {"b": 4, "s": 1, "t": 333, "h": 16, "n": 64, "prefix": 0, "lengths": (333, 0, 1, 65)},
     # More tiles than SMs, so that a CTA takes several.
-    {
-        "b": 7,
-        "s": 70,
-        "t": 515,
-        "h": 16,
-        "n": 200,
-        "prefix": 0,
-        "lengths": (515, 70, 1, 300, 0, 499, 128),
-    },
+    {"b": 7, "s": 70, "t": 515, "h": 16, "n": 200, "prefix": 0,
+     "lengths": (515, 70, 1, 300, 0, 499, 128)},
     # One query and no empty request: what cutlass_mla_decode takes.
     {"b": 3, "s": 1, "t": 777, "h": 128, "n": 128, "prefix": 0, "lengths": (777, 1, 130)},
-)
+)  # fmt: skip
 
 
 def launch_many(name: str, language: str, launches: int) -> None:

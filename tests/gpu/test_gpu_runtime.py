@@ -29,6 +29,8 @@ pytestmark = pytest.mark.gpu
 
 SMALL = {"b": 3, "s": 4, "t": 300, "h": 16, "lengths": (300, 0, 77), "seed": 0}
 GIB = 1 << 30
+Members = list[tuple[Any, tuple[Tensor, ...], Any]]
+"""Plans, each with its inputs and its stage."""
 
 
 def make(design: str, **fields: Any) -> Any:
@@ -49,10 +51,7 @@ def refill(inputs: tuple[Tensor, ...], plan: Any, seed: int) -> None:
         tensor.copy_(fresh)
 
 
-# --- concurrent kernels ---------------------------------------------------------------------------
-
-
-def two_kernels() -> tuple[list[tuple[Any, tuple[Tensor, ...], Any]], ConcurrentKernels]:
+def two_kernels() -> tuple[Members, ConcurrentKernels]:
     members = [planned("flash_mla"), planned("flash_attention")]
     stages = [stage for _, _, stage in members]
     group = ConcurrentKernels(_name="both", concurrent_kernels=stages, stream_priorities=[-1, 0])
@@ -95,16 +94,19 @@ def test_the_group_waits_for_what_came_before_and_is_waited_for() -> None:
 
 
 def test_a_group_in_a_graph_follows_its_inputs() -> None:
-    members, group = two_kernels()
-    graph = captured(group.launch)
+    follows_its_inputs_in_a_graph(*two_kernels())
+
+
+def follows_its_inputs_in_a_graph(members: Members, whole: Any) -> None:
+    graph = captured(whole.launch)
     for seed in (1, 2):
         for plan, inputs, _ in members:
             refill(inputs, plan, seed)
-        poison_outputs(group)
+        poison_outputs(whole)
         graph.replay()
-        replayed = outputs_of(group)
-        group.launch()
-        require_equal(replayed, outputs_of(group))
+        replayed = outputs_of(whole)
+        whole.launch()
+        require_equal(replayed, outputs_of(whole))
         for plan, inputs, stage in members:
             check_stage(plan, inputs, stage).require()
 
@@ -125,22 +127,12 @@ def test_a_group_within_a_pipeline_within_a_graph() -> None:
     check_stage(plan, inputs, mix).require()
 
 
-# --- pipelines in graphs --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("design", "own"), [("mla_var6_plus", {"n": 100}), ("flash_mla_split_kv", {"splits": 4})]
 )
 def test_a_pipeline_in_a_graph(design: str, own: dict[str, int]) -> None:
     plan, inputs, stage = planned(design, **own)
-    graph = captured(stage.launch)
-    for seed in (1, 2):
-        refill(inputs, plan, seed)
-        poison_outputs(stage)
-        graph.replay()
-        replayed = outputs_of(stage)
-        check_stage(plan, inputs, stage).require()
-        require_equal(replayed, outputs_of(stage))
+    follows_its_inputs_in_a_graph([(plan, inputs, stage)], stage)
 
 
 def test_launches_go_to_the_current_stream() -> None:
@@ -158,9 +150,6 @@ def test_launches_go_to_the_current_stream() -> None:
     require_equal(copies, wanted)
 
 
-# --- large tensors --------------------------------------------------------------------------------
-
-
 def test_the_last_request_of_a_cache_with_more_than_2_to_the_31_elements() -> None:
     """Offsets beyond 32 bits; only the last request is compared, so the reference stays small."""
     _, total = torch.cuda.mem_get_info()
@@ -175,14 +164,9 @@ def test_the_last_request_of_a_cache_with_more_than_2_to_the_31_elements() -> No
 
     keys, values = (normal(plan.b, plan.h, plan.t, plan.d) for _ in range(2))
     assert keys[-1].storage_offset() == 2**31
-    inputs = (
-        normal(plan.b, plan.s, plan.h, plan.d),
-        normal(plan.b, plan.s, plan.h, plan.p),
-        keys,
-        values,
-        normal(plan.b, plan.t, plan.p),
-        torch.full((plan.b,), plan.t, dtype=torch.int32, device="cuda"),
-    )
+    queries = normal(plan.b, plan.s, plan.h, plan.d), normal(plan.b, plan.s, plan.h, plan.p)
+    lengths = torch.full((plan.b,), plan.t, dtype=torch.int32, device="cuda")
+    inputs = (*queries, keys, values, normal(plan.b, plan.t, plan.p), lengths)
     stage = plan.plan(*inputs)
     poison_outputs(stage)
     stage.launch()
@@ -202,21 +186,14 @@ def test_the_last_request_of_a_cache_with_more_than_2_to_the_31_elements() -> No
             assert compare(output[one], wanted).relative_frobenius <= allowed, request
 
 
-# --- bad input ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("design", ["flash_attention", "flash_mla", "mla_var6_plus"])
 def test_cpu_tensors_among_cuda_tensors_are_named(design: str) -> None:
     plan, inputs, _ = planned(design, **({"n": 50} if design == "mla_var6_plus" else {}))
     for index in range(1, len(inputs)):
         mixed = [tensor.cpu() if i == index else tensor for i, tensor in enumerate(inputs)]
-        with pytest.raises(
-            InvalidArgumentError, match=r"^\w+: expected a tensor on cuda:0, got one on cpu$"
-        ):
+        expected = r"^\w+: expected a tensor on cuda:0, got one on cpu$"
+        with pytest.raises(InvalidArgumentError, match=expected):
             plan.plan(*mixed)
-
-
-# --- tuning and event mode ------------------------------------------------------------------------
 
 
 def test_tuning_writes_a_cache_that_the_next_run_uses() -> None:

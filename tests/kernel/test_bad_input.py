@@ -14,40 +14,31 @@ CASE = Case(s=3, t=20, h=2, lengths=(20, 7), n=5)
 SIZES = {"b": 2, "s": 3, "t": 20, "h": 2}
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"b": 0}, "b: expected a positive integer, got 0"),
-        ({"k": 2.0}, "k: expected a positive integer, got 2.0"),
-        ({"dtype": "float32"}, "dtype: expected 'bfloat16' or 'float16', got 'float32'"),
-        ({"lengths": (20,)}, "lengths: expected b=2 entries, got 1"),
-        ({"lengths": (20, 21)}, "lengths[1]: expected an integer from 0 to t=20, got 21"),
-    ],
-)
-def test_sizes(name, fields, message):
-    """The problem itself is checked in `tests/unit/op/test_problem.py`; here that plans ask it."""
-    with pytest.raises(InvalidArgumentError, match="^" + re.escape(message)):
-        make_plan(name, **{**SIZES, **fields})
-
-
 WINDOWED = ("mla_var6_plus", "attention_block_specialized")
 SPLIT = ("flash_mla_split_kv", "split_kv_partial", "split_kv_reduce")
+WRONG_FIELDS: dict[str, tuple[tuple[str, ...], str, tuple[object, ...]]] = {
+    # The problem itself is checked in `tests/unit/op/test_problem.py`; here that plans ask it.
+    "b: expected a positive integer, got {}": (PLANS, "b", (0,)),
+    "k: expected a positive integer, got {}": (PLANS, "k", (2.0,)),
+    "dtype: expected 'bfloat16' or 'float16', got {}.*": (PLANS, "dtype", ("float32",)),
+    "lengths: expected b=2 entries, got 1": (PLANS, "lengths", ((20,),)),
+    r"lengths\[1\]: expected an integer from 0 to t=20, got 21": (PLANS, "lengths", ((20, 21),)),
+    "n: expected .*20.*, got {}": (WINDOWED, "n", (-1, 21, 2.5, "5", True)),
+    "splits: expected .*, got {}": (SPLIT, "splits", (0, -1, 2.5, "2", True)),
+    "splits: expected .*20.*, got {}": (SPLIT[:1], "splits", (21,)),
+    "parts: expected both or latent or new, got {}": (("decompress_combine",), "parts", ("old",)),
+}
+"""Message, with `{}` for the value: the plans, the field and its values."""
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "value", "expected"),
-    [
-        *((name, "n", n, ".*20.*") for name in WINDOWED for n in (-1, 21, 2.5, "5", True)),
-        *((name, "splits", n, ".*") for name in SPLIT for n in (0, -1, 2.5, "2", True)),
-        ("flash_mla_split_kv", "splits", 21, ".*20.*"),
-        ("decompress_combine", "parts", "old", "both or latent or new"),
-    ],
-)
-def test_choices(name, field, value, expected):
-    message = rf"^{field}: expected {expected}, got {re.escape(repr(value))}$"
-    with pytest.raises(InvalidArgumentError, match=message):
-        make_plan(name, **SIZES, **{field: value})
+@pytest.mark.parametrize("message", WRONG_FIELDS)
+def test_wrong_fields(message):
+    names, field, values = WRONG_FIELDS[message]
+    for name in names:
+        for value in values:
+            expected = message.replace("{}", re.escape(repr(value)))
+            with pytest.raises(InvalidArgumentError, match=f"^{expected}$"):
+                make_plan(name, **{**SIZES, field: value})
 
 
 TOO_LARGE = "tiles: expected at most 232448 bytes of shared memory on sm_90"
@@ -85,24 +76,26 @@ def test_illegal_tilings_are_refused_before_anything_runs(name, sides, message):
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("flash_attention", {"d": 96}, "d: expected a power of two (a tile side), got 96"),
-        ("flash_attention", {"p": 48}, "p: expected a power of two (a tile side), got 48"),
-        ("flash_mla", {"p": 48}, "p: expected a power of two (a tile side), got 48"),
+        *(
+            (name, {width: size}, f"{width}: expected a power of two (a tile side), got {size}")
+            for name, width, size in (
+                ("flash_attention", "d", 96), ("flash_attention", "p", 48), ("flash_mla", "p", 48),
+                ("mla_var6_plus", "d", 96),
+            )
+        ),
         ("flash_mla", {"k": 576}, "Kp: expected a divisor of k=576, got 128"),
-        ("mla_var6_plus", {"d": 96}, "d: expected a power of two (a tile side), got 96"),
     ],
-)
+)  # fmt: skip
 def test_widths_that_no_tile_has(name, sizes, message):
     plan = plan_of(name, CASE, **sizes)
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         plan.plan(*plan.prepare_inputs("cpu")).launch()
 
 
-@pytest.mark.parametrize("field", ["tiling", "reduce_tiling"])
-def test_every_tiling_of_a_pipeline_counts(field):
+@pytest.mark.parametrize(("field", "side"), [("tiling", "Kp"), ("reduce_tiling", "Kc")])
+def test_every_tiling_of_a_pipeline_counts(field, side):
     plan = plan_of("flash_mla_split_kv", CASE)
-    sides = {"tiling": {"Kp": 96}, "reduce_tiling": {"Kc": 96}}[field]
-    tiling = type(getattr(plan, field))(**sides)
+    tiling = type(getattr(plan, field))(**{side: 96})
     stage = plan.copy(**{field: tiling}).plan(*plan.prepare_inputs("cpu"))
     with pytest.raises(InvalidArgumentError, match="expected a divisor of k=512, got 96"):
         stage.launch()
@@ -111,15 +104,12 @@ def test_every_tiling_of_a_pipeline_counts(field):
 def test_what_fits_depends_on_the_target():
     """The default of Hopper is too large for the shared memory of consumer Blackwell."""
     tiling = type(plan_of("flash_mla", CASE).tiling)()
-    for target, limit in (("sm_90", None), ("sm_120", 101376)):
-        plan = plan_of("flash_mla", CASE, tiling=tiling).pin("tiling").for_target(target)
-        stage = plan.plan(*plan.prepare_inputs("cpu"))
-        if limit is None:
-            stage.launch()
-        else:
-            message = f"expected at most {limit} bytes of shared memory on {target}, got 155648"
-            with pytest.raises(InvalidArgumentError, match=message):
-                stage.launch()
+    plan = plan_of("flash_mla", CASE, tiling=tiling).pin("tiling")
+    inputs = plan.prepare_inputs("cpu")
+    plan.for_target("sm_90").plan(*inputs).launch()
+    message = "expected at most 101376 bytes of shared memory on sm_120, got 155648"
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan.for_target("sm_120").plan(*inputs).launch()
 
 
 @pytest.mark.parametrize("name", PLANS)

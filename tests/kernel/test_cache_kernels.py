@@ -72,14 +72,14 @@ def test_without_forks_no_page_is_copied():
 
 
 def test_dropping_and_appending_as_many_gives_the_same_pages():
-    for cache in pair(**PAGED):
-        rows = torch.zeros(B, 70, K).bfloat16(), torch.zeros(B, 70, P).bfloat16()
-        cache.append(*rows, [70, 1, 70, 0, 64])
-        assert cache.pages is not None and int(cache.pages.free_count) == PAGES - 6
-        table = cache.pages.block_table.clone()
-        cache.truncate([70, 1, 10, 0, 64])
-        cache.append(*rows, [70, 1, 10, 0, 64])
-        assert torch.equal(cache.pages.block_table, table)
+    cache = by_kernel(**PAGED)
+    rows, counts = [torch.zeros(B, 70, x).bfloat16() for x in (K, P)], [70, 1, 10, 0, 64]
+    cache.append(*rows, [70, 1, 70, 0, 64])
+    assert cache.pages is not None and int(cache.pages.free_count) == PAGES - 6
+    table = cache.pages.block_table.clone()
+    cache.truncate(counts)
+    cache.append(*rows, counts)
+    assert torch.equal(cache.pages.block_table, table)
 
 
 @pytest.mark.parametrize("tile", [2, 4])

@@ -4,6 +4,8 @@ Every slot at and beyond a request's length holds NaN and every output starts as
 that reads or leaves out too much cannot pass.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,11 +37,6 @@ CASES = [
 """Few heads where their number does not matter: the interpreter takes its time per head."""
 
 
-MASKED = [pytest.param(case, True, id=f"{case}-causal") for case in CASES]
-UNMASKED = [pytest.param(case, False, id=f"{case}-full") for case in CASES[1::3]]
-"""Without a mask only the lengths limit a row: a third of the table is enough."""
-
-
 VERSIONS = tuple(f"mla_var6_plus_v{number}" for number in (2, 3, 4))
 
 
@@ -59,47 +56,34 @@ def test_wrong_lengths_on_the_device_are_clamped(name, causal):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("case", "causal"), MASKED + UNMASKED)
-@pytest.mark.parametrize("design", DESIGNS)
+WINDOW, SPLIT = Case(s=9, t=70, h=2, lengths=(70, 0, 1, 40), n=0), (260, 0, 66)
+SPECIAL = [
+    # any window: with n < s the causal limit reaches into the old tokens, with len < n there are
+    # none
+    *(("mla_var6_plus", replace(WINDOW, n=n), True) for n in (0, 1, 35, 69, 70)),
+    *(("mla_var6_plus", replace(WINDOW, s=1, n=n), True) for n in (0, 70)),
+    ("mla_var6_plus", replace(WINDOW, n=35), False),
+    *(("mla_var6_plus", replace(WINDOW, s=70, h=1, n=n), True) for n in (0, 5, 70)),
+    # any number of splits, also more than a request has tiles: empty ones must have no weight
+    *(
+        ("flash_mla_split_kv", Case(2, 260, 3, SPLIT, 0, splits), splits < 260)
+        for splits in (1, 3, 5, 9, 260)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("design", "case", "causal"),
+    [
+        *((design, case, True) for design in DESIGNS for case in CASES),
+        # Without a mask only the lengths limit a row: a third of the table is enough.
+        *((design, case, False) for design in DESIGNS for case in CASES[1::3]),
+        *SPECIAL,
+    ],
+    ids=str,
+)
 def test_shapes(design, case, causal):
     plan = plan_of(design, case, causal=causal)
-    stage = require(plan)
-    require_end_to_end(plan, stage)
-
-
-WINDOW_T = 70
-
-
-@pytest.mark.parametrize(
-    ("s", "n", "causal"),
-    [
-        *((9, n, True) for n in (0, 1, WINDOW_T // 2, WINDOW_T - 1, WINDOW_T)),
-        *((1, n, True) for n in (0, WINDOW_T)),
-        (9, WINDOW_T // 2, False),
-        *((70, n, True) for n in (0, 5, WINDOW_T)),
-    ],
-)
-def test_any_window(s, n, causal):
-    """With n < s the causal limit reaches into the old tokens, with len < n there are none."""
-    fields = {"t": WINDOW_T, "n": n, "causal": causal, "lengths": (70, 0, 1, 40)}
-    plan = make_plan("mla_var6_plus", b=4, s=s, h=2 if s < 70 else 1, **fields)
-    require_end_to_end(plan, require(plan))
-
-
-SPLIT_T = 260
-SPLIT_TILES = 5
-
-
-@pytest.mark.parametrize(
-    ("splits", "causal"),
-    [(1, True), (3, True), (SPLIT_TILES, True), (SPLIT_TILES + 4, True), (SPLIT_T, False)],
-)
-def test_any_number_of_splits(splits, causal):
-    """Also more splits than a request has tiles: the empty ones must have no weight."""
-    plan = make_plan(
-        "flash_mla_split_kv", b=3, s=2, t=SPLIT_T, h=3, splits=splits, causal=causal,
-        lengths=(SPLIT_T, 0, 66),
-    )  # fmt: skip
     require_end_to_end(plan, require(plan))
 
 

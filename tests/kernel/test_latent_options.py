@@ -24,16 +24,13 @@ def latent_plan(name: str, **fields: object) -> MlaPlan:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("page", [16, 64])
-def test_a_plan_makes_and_checks_paged_inputs(name, page):
-    require(latent_plan(name, page=page))
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("page", [0, 32])
-@pytest.mark.parametrize("window", [1, 40])
-def test_a_plan_with_a_sliding_window(name, page, window):
-    require(latent_plan(name, page=page, sliding_window=window))
+@pytest.mark.parametrize("options", [
+    *({"page": page} for page in (16, 64)),
+    *({"page": page, "sliding_window": window} for page in (0, 32) for window in (1, 40)),
+    *({"page": page, "p": 0} for page in (0, 32)),
+], ids=str)  # fmt: skip
+def test_pages_sliding_windows_and_no_rope(name, options):
+    require(latent_plan(name, **options))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -78,13 +75,6 @@ def test_widths_and_scales_of_8_bit_caches_are_checked():
             plan.plan(*inputs._replace(scales=scales))
     with pytest.raises(InvalidArgumentError, match="c_kv: expected dtype torch.bfloat16"):
         latent_plan("flash_mla").plan(*inputs)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("page", [0, 32])
-def test_a_plan_without_rope(name, page):
-    """A rope part of no columns is left out of the scores."""
-    require(latent_plan(name, page=page, p=0))
 
 
 def test_a_kv_tile_lies_in_one_page():

@@ -10,19 +10,16 @@ import torch
 
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.stage import constraint_failures
 
 from .kernel_support import Case, make_plan, named_inputs, require
 
 BASE = "mla_var6_plus"
 V2, V3, V4 = (f"{BASE}_v{number}" for number in (2, 3, 4))
 VERSIONS = (V2, V3, V4)
-TARGETS = ("sm_90", "sm_100", "sm_120")
 
 CASES = [
     Case(s=1, t=1, h=8, lengths=(1, 0), n=1),
@@ -75,7 +72,7 @@ def test_the_same_bits_as_the_base(case):
         assert all(torch.equal(each, expected) for each in found)
 
 
-@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_defaults_of_other_targets(version, target):
     require(make_plan(version, **SMALL, n=30).for_target(target))
@@ -83,17 +80,6 @@ def test_the_defaults_of_other_targets(version, target):
 
 LARGE = {"b": 32, "s": 16, "t": 4096, "h": 128}
 """Fills a device."""
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_candidates_are_legal_and_distinct(version, target):
-    plan = make_plan(version, **LARGE, n=1024).for_target(target)
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
-        labels = [tiling.label() for tiling in kernel.autotune_configs]
-        assert len(set(labels)) == len(labels) > 0
-        for tiling in (kernel.tiling, *kernel.autotune_configs):
-            assert constraint_failures(tiling, kernel.plan) == ()
 
 
 @pytest.mark.parametrize(
@@ -129,52 +115,32 @@ def test_every_tile_is_taken_once_whatever_the_shares(share):
     assert not kernel.queues[:, 1:].any()
 
 
-def test_blocks_are_as_many_as_the_device_holds():
-    plan: Any = make_plan(V3, **LARGE, n=1024)
-    smallest = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
-    kernel = next(iter(plan.plan(*plan.prepare_inputs("meta")).kernels()))
-    assert kernel.grid_fn(kernel.tiling) == (smallest,)
-    kernel.tiling.BlocksPerSm = 2
-    assert kernel.grid_fn(kernel.tiling) == (2 * smallest,)
-
-
 def test_each_launch_begins_with_full_queues():
     """Over repeated launches, and after one that left the counters anywhere."""
-    plan: Any = make_plan(V3, **SMALL, n=30)
-    inputs = plan.prepare_inputs("cpu")
-    stage = plan.plan(*inputs)
-    kernel: Any = next(iter(stage.kernels()))
-    wanted = plan.reference_fn(*inputs)[0]
+    kernel = attention_of(make_plan(V3, **SMALL, n=30))
     for left_over in (0, 7, 10_000):
         kernel.queues.fill_(left_over)
-        poison_outputs(stage)
-        stage.launch()
-        assert compare(stage.output_tensors[0], wanted).relative_frobenius < 0.01
-
-
-def test_without_the_reset_a_second_launch_would_do_nothing():
-    """So the test above can fail."""
-    kernel = attention_of(make_plan(V3, **SMALL, n=30))
-    kernel.launch()
-    assert written(kernel) == (16, 16)
+        poison_outputs(kernel)
+        kernel.launch()
+        assert written(kernel) == (16, 16)
+    # So it can fail: without the reset another launch does nothing.
     poison_outputs(kernel)
     CtKernel.launch(kernel)
     assert written(kernel) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("version", "field", "value"),
+    ("version", "field", "value", "message"),
     [
-        (V2, "HoldBack", 101),
-        (V3, "LatentShare", -1),
-        (V3, "LatentShare", 101),
-        (V3, "BlocksPerSm", 0),
+        (V2, "HoldBack", 101, "HoldBack: expected"), (V3, "LatentShare", -1, "LatentShare: exp"),
+        (V3, "LatentShare", 101, "LatentShare: expected"), (V3, "BlocksPerSm", 0, "BlocksPerSm: "),
+        (V4, "Share", 0, "Share: expected a percentage"), (V4, "Share", 80, "for both kernels"),
     ],
-)
-def test_a_tiling_out_of_range(version, field, value):
+)  # fmt: skip
+def test_a_tiling_out_of_range(version, field, value, message):
     plan: Any = make_plan(version, **SMALL, n=30)
     setattr(plan.tiling, field, value)
-    with pytest.raises(InvalidArgumentError, match=f"{field}: expected"):
+    with pytest.raises(InvalidArgumentError, match=message):
         plan.plan(*plan.prepare_inputs("cpu")).launch()
 
 
@@ -188,25 +154,28 @@ def test_a_tiling_out_of_range(version, field, value):
     ids=["n0", "n30", "nt"],
 )
 def test_a_kernel_without_tokens_is_left_out(n, kernels):
-    plan = make_plan(V4, **SMALL, n=n)
-    stage: Any = plan.plan(*plan.prepare_inputs("meta"))
+    stage = without_tensors(V4, **SMALL, n=n)
     assert [kernel.name for kernel in stage.kernels()] == kernels
     assert isinstance(stage.stages[0], ConcurrentKernels) == (len(kernels) == 3)
 
 
-def large(n: int) -> Any:
-    """v4 on a problem that fills a device, without tensors."""
-    plan = make_plan(V4, **LARGE, n=n)
+def without_tensors(version: str, **fields: Any) -> Any:
+    plan = make_plan(version, **fields)
     return plan.plan(*plan.prepare_inputs("meta"))
 
 
-def test_the_grids_share_the_device():
-    sm_count = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
-    latent, window, _ = large(1024).kernels()
-    assert latent.grid_fn(latent.tiling) == (sm_count // 2,)
-    assert window.grid_fn(window.tiling) == (2 * (sm_count // 2),)  # two blocks per SM
-    alone = next(iter(large(0).kernels()))
-    assert alone.grid_fn(alone.tiling) == (sm_count,)
+def test_persistent_blocks_are_as_many_as_the_device_holds():
+    smallest = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
+    queued = next(iter(without_tensors(V3, **LARGE, n=1024).kernels()))
+    assert queued.grid_fn(queued.tiling) == (smallest,)
+    queued.tiling.BlocksPerSm = 2
+    assert queued.grid_fn(queued.tiling) == (2 * smallest,)
+    # The grids of v4 share the device.
+    latent, window, _ = without_tensors(V4, **LARGE, n=1024).kernels()
+    assert latent.grid_fn(latent.tiling) == (smallest // 2,)
+    assert window.grid_fn(window.tiling) == (2 * (smallest // 2),)  # two blocks per SM
+    alone = next(iter(without_tensors(V4, **LARGE, n=0).kernels()))
+    assert alone.grid_fn(alone.tiling) == (smallest,)
     assert len({tiling.Share for tiling in alone.autotune_configs}) == 1
 
 
@@ -215,19 +184,12 @@ def test_the_grids_share_the_device():
     [(50, 50, True), (25, 75, True), (25, 25, True), (99, 1, True), (75, 50, False)],
 )
 def test_joint_tilings_may_not_need_more_sms_than_there_are(latent, window, fits):
-    group = large(1024).stages[0]
+    group = without_tensors(V4, **LARGE, n=1024).stages[0]
     tilings = [kernel.tiling for kernel in group.kernels()]
     tilings[0].Share, tilings[1].Share = latent, window
     failures = group.joint_failures(tilings)
     assert (failures == ()) == fits
     assert all("SMs for both kernels" in failure for failure in failures)
-
-
-def test_an_oversubscribed_pair_does_not_launch():
-    plan: Any = make_plan(V4, **SMALL, n=30)
-    plan.tiling.Share = 80
-    with pytest.raises(InvalidArgumentError, match="SMs for both kernels"):
-        plan.plan(*plan.prepare_inputs("cpu")).launch()
 
 
 def test_few_blocks_for_many_tiles():

@@ -19,24 +19,30 @@ CASES = [
 """Problems, each with whether a causal mask limits them."""
 
 
-@pytest.mark.parametrize(
-    ("stage", "case", "causal"),
-    [
-        pytest.param(stage, case, causal, id=f"{stage}-{case}")
-        for stage in STAGES
-        for case, causal in CASES
-        # A role without tokens is not written: see test_a_role_without_tokens.
-        if stage != "attention_block_specialized" or case.n < case.t
-    ],
-)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("case", "causal"), CASES, ids=str)
 def test_stage_alone(stage, case, causal):
-    require(plan_of(stage, case, causal=causal))
+    # A role without tokens is not written: see test_a_role_without_tokens.
+    if stage != "attention_block_specialized" or case.n < case.t:
+        require(plan_of(stage, case, causal=causal))
 
 
-@pytest.mark.parametrize("splits", [1, 16, 17, 33], ids="splits{}".format)
-def test_reduce_any_number_of_splits(splits):
-    """Around the 16 partials that one step reads."""
-    require(make_plan("split_kv_reduce", b=2, s=3, t=200, h=8, splits=splits))
+OTHERS = [
+    # Around the 16 partials that one step of the reduction reads.
+    *(("split_kv_reduce", {"s": 3, "t": 200, "splits": splits}) for splits in (1, 16, 17, 33)),
+    # b * s rows of 63 and 69: under and over one tile when b is 3.
+    *(
+        ("decompress_combine", {"b": b, "s": s, "t": 64, "parts": parts})
+        for parts in ("both", "latent", "new")
+        for b in (1, 3)
+        for s in (21, 23)
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "fields"), OTHERS, ids=str)
+def test_any_number_of_splits_and_rows(stage, fields):
+    require(make_plan(stage, **{"b": 2, "h": 8, **fields}))
 
 
 def test_reduce_weighs_by_lse():
@@ -84,14 +90,6 @@ def test_a_role_without_tokens(n, written):
             continue
         error, allowed = (compare(x, references[index]) for x in (output, baselines[index]))
         assert error.relative_frobenius <= 2 * allowed.relative_frobenius + 1e-5
-
-
-@pytest.mark.parametrize("parts", ["both", "latent", "new"])
-@pytest.mark.parametrize("b", [1, 3], ids="b{}".format)
-def test_combine(parts, b):
-    """b * s rows of 63 and 69: under and over one tile when b is 3."""
-    for s in (21, 23):
-        require(make_plan("decompress_combine", b=b, s=s, t=64, h=8, parts=parts))
 
 
 def test_combine_does_not_read_an_absent_part():

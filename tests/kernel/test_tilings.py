@@ -9,12 +9,13 @@ from .kernel_support import STAGES, make_plan, require
 
 KERNELS = ("flash_attention", "flash_mla", *STAGES)
 TARGETS = ("sm_90", "sm_100", "sm_120", "sm_89")
+VERSIONS = [f"mla_var6_plus_v{number}" for number in (2, 3, 4)]
 SMALL = {"b": 2, "s": 3, "t": 67, "h": 4, "lengths": (67, 30)}
 MANY_QUERIES = {**SMALL, "s": 70, "h": 1}
 OWN = {
     "split_kv_partial": {"splits": 2},
     "split_kv_reduce": {"splits": 3},
-    "attention_block_specialized": {"n": 30},
+    **{name: {"n": 30} for name in ("attention_block_specialized", *VERSIONS)},
 }
 
 
@@ -43,12 +44,13 @@ def test_candidate(plan):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_candidates_are_legal_and_distinct(kernel, target):
-    for sizes in (SMALL, MANY_QUERIES):
-        plan = make_plan(kernel, **sizes, **OWN.get(kernel, {})).for_target(target)
-        tilings = list(plan._autotune_configs())
-        assert tilings
-        assert len({tiling.label() for tiling in tilings}) == len(tilings)
-        for tiling in tilings:
-            assert constraint_failures(tiling, plan) == ()
+@pytest.mark.parametrize("name", [*KERNELS, *VERSIONS])
+def test_candidates_are_legal_and_distinct(name, target):
+    large = {"b": 32, "s": 16, "t": 4096, "h": 128}
+    for sizes in (SMALL, MANY_QUERIES, large):
+        plan = make_plan(name, **sizes, **OWN.get(name, {})).for_target(target)
+        for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+            tilings = kernel.autotune_configs
+            assert len({tiling.label() for tiling in tilings}) == len(tilings) > 0
+            for tiling in (kernel.tiling, *tilings):
+                assert constraint_failures(tiling, kernel.plan) == ()

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from mla_var3.op.mla.attend import AttendOptions
-from mla_var3.op.mla.inputs import MlaInputs, make_inputs, project_queries, torch_dtype
+from mla_var3.op.mla.inputs import (
+    MlaInputs,
+    make_inputs,
+    project_queries,
+    random_numbers,
+    torch_dtype,
+)
 from mla_var3.op.mla.problem import SIZE_NAMES, MlaProblem, require_size
 from mla_var3.op.mla.reference import reference_latent
 from mla_var3.runtime.plan import KernelPlan
@@ -89,11 +95,7 @@ class MlaPlan(KernelPlan):
         """Normal float32 numbers, repeatable with `seed`, for stages whose inputs are partials."""
         if torch.device(device).type == "meta":
             return [torch.empty(shape, device=device) for shape in shapes]
-        generator = torch.Generator(device=device)
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed)
+        generator = random_numbers(self.seed, device)
         return [torch.randn(shape, generator=generator, device=device) for shape in shapes]
 
     def check_inputs(
@@ -101,11 +103,8 @@ class MlaPlan(KernelPlan):
     ) -> None:
         """Check inputs: their sizes, dtypes and layouts, and that all are where the first one is.
 
-        Args:
-            shapes: sizes of each argument by letters, "bshd" for [b, s, h, d]. Lengths are int32,
-                LSEs float32, the others of the plan's dtype.
-            inputs: the tensors, in that order.
-            sizes: letters that are no sizes of the problem.
+        The shapes are sizes by letters, "bshd" for [b, s, h, d]; `sizes` are letters that the
+        problem does not have. Lengths are int32, LSEs float32, the others of the plan's dtype.
         """
         problem = self.problem()
         for (name, letters), tensor in zip(shapes.items(), inputs, strict=True):

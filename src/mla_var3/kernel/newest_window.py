@@ -74,8 +74,3 @@ class NewestWindowPlan(MlaPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         return reference_mix(*inputs, **self.attend_options(compute_dtype))
-
-    def stage_fields(self) -> dict[str, Any]:
-        """The fields that the plans of single stages share, the target among them."""
-        shared = {key: value for key, value in self.params().items() if key != "n"}
-        return {**shared, "target": self.target}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.inputs import random_numbers
 from mla_var3.runtime.tensors import check_tensor
 
 SPARE_PAGES = 3
@@ -16,12 +17,7 @@ SPARE_PAGES = 3
 
 
 def paged_inputs(inputs: tuple[Tensor, ...], page: int, seed: int | None) -> tuple[Tensor, ...]:
-    """Inputs of a dense cache with the cache scattered over pages.
-
-    Args:
-        inputs: q_latent, q_rope, c_kv, k_rope, lengths.
-        page: tokens of a page.
-        seed: of the scattering; None for a fresh one.
+    """Inputs of a dense cache with the cache scattered over pages, repeatably with a seed.
 
     Returns:
         q_latent, q_rope, pages of the latent [pages, page, k], of the rope [pages, page, p],
@@ -35,12 +31,7 @@ def paged_inputs(inputs: tuple[Tensor, ...], page: int, seed: int | None) -> tup
     if c_kv.is_meta:
         table = lengths.new_empty((b, each))
     else:
-        generator = torch.Generator()
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
-        order = torch.randperm(count, generator=generator)[: b * each].to(c_kv.device)
+        order = torch.randperm(count, generator=random_numbers(seed))[: b * each].to(c_kv.device)
         padded = pool.new_full((b, each * page, pool.shape[-1]), float("nan"))
         padded[:, :t, :k] = c_kv
         padded[:, :t, k:] = k_rope
@@ -77,16 +68,10 @@ def check_pages(
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
-    """Check a pool of pages and its block table.
+    """Check a pool of pages, [pages, page, k] and [pages, page, p], and its block table.
 
-    Args:
-        plan: the plan that they are for.
-        page: tokens of a page.
-        latent: [pages, page, k].
-        rope: [pages, page, p].
-        table: [b, pages of a request] int32.
-        device: where the queries are.
-        dtypes: of latent and rope; None for the plan's.
+    The table is [b, pages of a request] int32; `dtypes` are those of latent and rope, None for the
+    plan's, and the device is that of the queries.
     """
     dtype, rope_dtype = dtypes or (plan.torch_dtype, plan.torch_dtype)
     pages = [("pages", latent.shape[0]), ("page", page)]

@@ -34,14 +34,10 @@ class ErrorFigures:
 
 
 def compare(out: torch.Tensor, ref: torch.Tensor) -> ErrorFigures:
-    """Compares an output with its reference in float64.
+    """Compares an output with its reference, of the same shape, in float64.
 
     Infinities that are equal in both (rows without a key have an LSE of -inf) count as
     equal and stay out of the norms.
-
-    Args:
-        out: The output to judge.
-        ref: The reference, of the same shape.
     """
     if out.shape != ref.shape:
         raise InvalidArgumentError("out", f"the shape of ref {list(ref.shape)}", list(out.shape))

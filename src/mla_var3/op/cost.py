@@ -24,7 +24,6 @@ class Cost:
     bytes: float
 
     def __add__(self, other: Cost) -> Cost:
-        """The work of both."""
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
     @property
@@ -48,3 +47,6 @@ class Cost:
             if not value > 0:
                 raise InvalidArgumentError(argument, "a positive number", value)
         return self.flops / (peak_tflops * 1e6), self.bytes / (peak_gbps * 1e3)
+
+
+NOTHING = Cost(0, 0)

@@ -8,16 +8,11 @@ import torch
 def product(
     rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`rows @ matrices` in the dtype of the rows.
+    """`rows [..., x, y] @ matrices [..., y, z]` in their dtype, into `out` if there is one.
 
     On the CPU 16-bit operands are multiplied in float32 and the result is rounded once, which is
     what 16-bit products with float32 accumulators give. Where a CPU has no 16-bit products, torch's
     own take more than a hundred times as long.
-
-    Args:
-        rows: `[..., x, y]`.
-        matrices: `[..., y, z]`, of the same dtype and device.
-        out: `[..., x, z]`; None for a new tensor.
     """
     if rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16):
         exact = torch.matmul(rows.float(), matrices.float())

@@ -120,18 +120,20 @@ def test_the_names_of_the_specification(tree):
         plan.contents[f"{name}_v5.py"] for name in ("attention_block_specialized", "mla_var6_plus")
     )
     for words in ("class CtAttentionBlockSpecializedV5(",
-                  'def validate(self, pd: "CtAttentionBlockSpecializedV5")',
                   "@ct.kernel\ndef attention_block_specialized_v5("):  # fmt: skip
         assert words in stage
     for words in (
         '"""mla_var6_plus_v5: ',
         "\nParent: mla_var6_plus_v2.\n",
         "CtMlaVar6PlusV5(",
-        '_name="mla_var6_plus_v5"',
         "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import",
     ):
         assert words in entry  # fmt: skip
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
+    # Names in strings: of a pipeline, and forward references.
+    split = plan_clone("flash_mla_split_kv", "v5").contents
+    assert '_name="flash_mla_split_kv_v5"' in split["flash_mla_split_kv_v5.py"]
+    assert 'def validate(self, pd: "CtSplitKVReduceV5")' in split["split_kv_reduce_v5.py"]
     # An attribute of a class that kernels share keeps its name.
     source = tree / "kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py"
     source.write_text(f"{source.read_text()}\nKERNELS = (FlashMLASm90.flash_mla,)\n")

@@ -1,5 +1,7 @@
 """Input makers: shapes, poison, statistics, and the projections between the forms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,28 +19,19 @@ from mla_var3.op.product import product
 PROBLEM = MlaProblem(b=4, s=3, t=10, h=5, d=8, p=4, k=16, lengths=(10, 0, 1, 7))
 
 
-def expected_shapes(problem):
-    b, s, t, h, d, p, k = (getattr(problem, name) for name in "bsthdpk")
-    return {
-        "q_nope": (b, s, h, d),
-        "q_rope": (b, s, h, p),
-        "c_kv": (b, t, k),
-        "k_rope": (b, t, p),
-        "w_uk": (h, d, k),
-        "w_uv": (h, k, d),
-        "lengths": (b,),
-    }
+SHAPES = {
+    "q_nope": (4, 3, 5, 8), "q_rope": (4, 3, 5, 4), "c_kv": (4, 10, 16), "k_rope": (4, 10, 4),
+    "w_uk": (5, 8, 16), "w_uv": (5, 16, 8), "lengths": (4,),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_shapes_and_dtypes(device, dtype):
-    problem = MlaProblem(**{**PROBLEM.__dict__, "dtype": dtype})
-    inputs = make_inputs(problem, device)
-    for name, shape in expected_shapes(problem).items():
+    inputs = make_inputs(replace(PROBLEM, dtype=dtype), device)
+    for name, shape in SHAPES.items():
         tensor = getattr(inputs, name)
-        assert tuple(tensor.shape) == shape
-        assert tensor.is_contiguous()
+        assert tuple(tensor.shape) == shape and tensor.is_contiguous()
         assert tensor.device.type == device
         assert tensor.dtype == (torch.int32 if name == "lengths" else getattr(torch, dtype))
 
@@ -105,15 +98,15 @@ def test_decompress_newest_is_the_end_of_each_request(n):
 
 
 def test_projections_name_the_wrong_operand():
-    inputs = make_inputs(PROBLEM, "meta")
-    with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[5, 8, ...\] .*q_nope"):
-        project_queries(inputs.q_nope, inputs.w_uv)
-    with pytest.raises(InvalidArgumentError, match=r"^o_latent: expected 4 dimensions"):
-        up_project(inputs.c_kv, inputs.w_uv)
-    with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[h, d, k=16\]"):
-        decompress_all(inputs.c_kv, inputs.w_uv, inputs.w_uv)
-    with pytest.raises(InvalidArgumentError, match=r"^w_uv: expected \[h=5, k=16, v\]"):
-        decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uk)
+    x = make_inputs(PROBLEM, "meta")
+    for message, call in {
+        r"w_uk: expected \[5, 8, ...\] .*q_nope": lambda: project_queries(x.q_nope, x.w_uv),
+        "o_latent: expected 4 dimensions": lambda: up_project(x.c_kv, x.w_uv),
+        r"w_uk: expected \[h, d, k=16\]": lambda: decompress_all(x.c_kv, x.w_uv, x.w_uv),
+        r"w_uv: expected \[h=5, k=16, v\]": lambda: decompress_all(x.c_kv, x.w_uk, x.w_uk),
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -8,7 +8,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.compare import compare
 from mla_var3.op.mla import attend as attend_module
+from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.inputs import (
     MlaInputs,
     decompress_all,
@@ -19,15 +21,12 @@ from mla_var3.op.mla.inputs import (
 )
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import (
-    KvSegment,
-    attend,
-    compare,
     reference_decompressed,
     reference_from_latent,
     reference_latent,
     reference_mix,
 )
-from tests.unit.op.op_support import wide
+from tests.unit.op.op_support import visible, wide
 
 # Mixed lengths: full, empty, shorter than s, just s, in between.
 PROBLEM = MlaProblem(b=5, s=4, t=11, h=3, d=8, p=4, k=16, v=6, lengths=(11, 0, 2, 4, 7))
@@ -45,7 +44,7 @@ def by_hand(problem: MlaProblem, inputs: MlaInputs, window: int | None = None):
         for i in range(problem.s):
             own = problem.kv_lengths[r] - problem.s + i
             begin = 0 if window is None else max(0, own + 1 - window)
-            seen = slice(begin, problem.visible(r, i))
+            seen = slice(begin, visible(problem, r, i))
             for head in range(problem.h):
                 if seen.stop <= begin:
                     continue
@@ -151,20 +150,18 @@ def random_segments(b=2, s=3, h=4, m=6, e=5, ev=7, shared=False, seed=0):
 def test_segments_together_equal_one_segment(shared):
     whole = random_segments(shared=shared)
     (expected,), expected_lse = attend([whole], lengths=[6, 5], causal=True, scale=0.4)
+
+    def with_nan(rows: torch.Tensor, picked: list[int]) -> torch.Tensor:
+        return torch.cat([rows[:, :, picked], torch.full_like(rows[:, :, :1], math.nan)], 2)
+
     # Slots in two segments, out of order, with NaN in slots marked unused.
-    parts = []
-    for picked in ([4, 1, 0], [5, 2, 3]):
-        nan = torch.full_like(whole.keys[:, :, :1], math.nan)
-        nan_values = torch.full_like(whole.values[:, :, :1], math.nan)
-        positions = torch.tensor([*picked, -1]).expand(2, 4)
-        parts.append(
-            KvSegment(
-                q=whole.q,
-                keys=torch.cat([whole.keys[:, :, picked], nan], 2),
-                values=torch.cat([whole.values[:, :, picked], nan_values], 2),
-                positions=positions,
-            )
+    parts = [
+        KvSegment(
+            whole.q, with_nan(whole.keys, picked), with_nan(whole.values, picked),
+            torch.tensor([*picked, -1]).expand(2, 4),
         )
+        for picked in ([4, 1, 0], [5, 2, 3])
+    ]  # fmt: skip
     outputs, lse = attend(parts, lengths=torch.tensor([6, 5]), causal=True, scale=0.4)
     torch.testing.assert_close(outputs[0] + outputs[1], expected)
     torch.testing.assert_close(lse, expected_lse)
@@ -232,26 +229,21 @@ def test_bad_arguments_are_named(segments, lengths, message):
         attend(segments, lengths=[1] * lengths, causal=True, scale=1.0)
 
 
-def test_compare_counts_equal_infinities_as_equal():
-    ref = torch.tensor([-math.inf, 2.0])
-    assert compare(torch.tensor([-math.inf, 2.0]), ref).relative_frobenius == 0.0
-    wrong_sign = compare(torch.tensor([math.inf, 2.0]), ref)
-    finite = compare(torch.tensor([-1e30, 2.0]), ref)
-    unexpected = compare(torch.tensor([-math.inf, -math.inf]), ref)
-    for figures in (wrong_sign, finite, unexpected):
+def test_compare_counts_equal_infinities_as_equal_and_never_lets_a_nan_pass():
+    inf, nan = math.inf, math.nan
+    ref = torch.tensor([-inf, 2.0])
+    assert compare(ref.clone(), ref).relative_frobenius == 0.0
+    for wrong in ([inf, 2.0], [-1e30, 2.0], [-inf, -inf]):
+        figures = compare(torch.tensor(wrong), ref)
         assert figures.mismatched_inf == 1
-        assert figures.relative_frobenius == figures.max_abs == math.inf
-
-
-def test_compare_never_lets_a_nan_pass():
-    out, ref = torch.tensor([math.nan, 1.0, math.nan]), torch.tensor([1.0, 1.0, -math.inf])
-    figures = compare(out, ref)
-    assert figures.nan_count == 2
-    assert not figures.relative_frobenius <= 1e9
-    assert not figures.max_abs <= 1e9
-    broken_reference = compare(torch.ones(1), torch.tensor([math.nan]))
-    assert broken_reference.nan_count == 0
-    assert not broken_reference.relative_frobenius <= 1e9
+        assert figures.relative_frobenius == figures.max_abs == inf
+    for out, ref, count in (
+        (torch.tensor([nan, 1.0, nan]), torch.tensor([1.0, 1.0, -inf]), 2),
+        (torch.ones(1), torch.tensor([nan]), 0),
+    ):
+        figures = compare(out, ref)
+        assert figures.nan_count == count
+        assert not figures.relative_frobenius <= 1e9 and not figures.max_abs <= 1e9
 
 
 def test_compare_figures_and_edges(monkeypatch):
@@ -261,7 +253,6 @@ def test_compare_figures_and_edges(monkeypatch):
         compare(torch.ones(3), torch.ones(2))
     monkeypatch.setattr("mla_var3.op.compare._COMPARE_ELEMENTS", 3)
     out, ref = torch.arange(10.0).view(2, 5).T, torch.ones(5, 2)
-    expected = (out - ref).norm() / ref.norm()
     figures = compare(out.half(), ref)
-    assert figures.relative_frobenius == pytest.approx(float(expected))
+    assert figures.relative_frobenius == pytest.approx(float((out - ref).norm() / ref.norm()))
     assert (figures.max_abs, figures.nan_count, figures.mismatched_inf) == (8.0, 0, 0)

@@ -71,25 +71,18 @@ def test_the_reference_holds_the_prefix_once_for_all_requests():
     keys, rope_keys = torch.zeros(1, h, prefix, 16), torch.zeros(1, prefix, 8)
     positions = torch.arange(prefix).expand(b, -1)
     segment = decompressed_segment(q, rope, keys, keys, rope_keys, positions)
-    assert segment.keys.shape == (b, h, prefix, 24)
-    assert segment.keys.untyped_storage().nbytes() == h * prefix * 24 * 4
-    assert segment.values.untyped_storage().nbytes() == h * prefix * 16 * 4
+    assert segment.keys.shape == (b, h, prefix, 16)
+    for rows in (segment.keys, segment.values):
+        assert rows.untyped_storage().nbytes() == h * prefix * 16 * 4
+    assert segment.k_rope is not None and segment.k_rope.shape == (b, prefix, 8)
+    assert segment.k_rope.untyped_storage().nbytes() == prefix * 8 * 4
 
 
-def test_the_prefix_matters_and_its_slots_are_poisoned():
-    x = make_shared_prefix_inputs(SharedPrefixProblem(PROBLEM, 5), "cpu", 5)
-    assert bool(x.c_kv[:, :5].isnan().all()) and bool(x.k_rope[:, :5].isnan().all())
-    assert not bool(x.c_kv[0, 5:].isnan().any())
-    before, _ = shared_attention(PROBLEM, x)
-    assert not bool(before.isnan().any())
-    after, _ = shared_attention(PROBLEM, replace(x, v_prefix=x.v_prefix + 1.0))
-    assert not torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])  # a request without tokens
-
-
-def test_requests_start_with_the_same_tokens_and_differ_after_them():
+def test_requests_start_with_the_same_tokens_whose_slots_are_poisoned():
     problem = replace(PROBLEM, lengths=None)
     x = make_shared_prefix_inputs(SharedPrefixProblem(problem, 5), "cpu", 1)
+    assert bool(x.c_kv[:, :5].isnan().all()) and bool(x.k_rope[:, :5].isnan().all())
+    assert not bool(x.c_kv[:, 5:].isnan().any())
     first = x.plain.c_kv[:1, :5].expand(problem.b, -1, -1)
     assert torch.equal(x.plain.c_kv[:, :5], first)
     assert not torch.equal(x.plain.c_kv[0, 5:], x.plain.c_kv[1, 5:])
@@ -101,12 +94,13 @@ def test_requests_start_with_the_same_tokens_and_differ_after_them():
 
 
 def test_bad_prefixes_are_refused():
-    with pytest.raises(InvalidArgumentError, match="prefix: expected an integer from 0 to t=12"):
-        SharedPrefixProblem(PROBLEM, 13)
-    with pytest.raises(InvalidArgumentError, match="prefix: expected an integer"):
-        SharedPrefixProblem(PROBLEM, True)
-    with pytest.raises(InvalidArgumentError, match="problem: expected an MlaProblem"):
-        SharedPrefixProblem("mla", 1)
+    for problem, prefix, message in (
+        (PROBLEM, 13, "prefix: expected an integer from 0 to t=12"),
+        (PROBLEM, True, "prefix: expected an integer"),
+        ("mla", 1, "problem: expected an MlaProblem"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+            SharedPrefixProblem(problem, prefix)
     x = make_shared_prefix_inputs(SharedPrefixProblem(PROBLEM, 5), "cpu", 0)
     for field, tensor in (
         ("k_prefix", torch.zeros(3, 13, 8)),
@@ -151,17 +145,10 @@ def test_bytes_are_the_sizes_of_the_tensors():
     once = x.plain.c_kv[0, :5].nbytes + x.plain.k_rope[0, :5].nbytes
     assert latent_copied_cost(shared) == copied
     assert latent_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
-
-
-def test_an_8_bit_prefix_takes_fewer_bytes():
-    problem = replace(PROBLEM, lengths=None)
-    shared = SharedPrefixProblem(problem, 5)
-    x = make_shared_prefix_inputs(shared, "cpu", 0)
-    plain = x.k_prefix.nbytes + x.v_prefix.nbytes
-    stored = quantise(x.k_prefix).nbytes + quantise(x.v_prefix).nbytes
-    costs = [shared_prefix_attention_cost(shared, form) for form in (PLAIN, FP8)]
-    assert costs[0].bytes - costs[1].bytes == plain - stored > 0
-    assert costs[0].flops == costs[1].flops
+    stored = sum(quantise(torch.zeros(rows.shape)).nbytes for rows in (x.k_prefix, x.v_prefix))
+    plain, small = (shared_prefix_attention_cost(shared, form) for form in (PLAIN, FP8))
+    assert plain.bytes - small.bytes == x.k_prefix.nbytes + x.v_prefix.nbytes - stored > 0
+    assert plain.flops == small.flops
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

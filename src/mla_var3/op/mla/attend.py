@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 
@@ -34,12 +34,16 @@ class KvSegment:
         values: `[b, h, m, ev]`, or `[b, 1, m, ev]`.
         positions: KV position of each slot, integer `[b, m]`; -1 for a slot not in use, whose
             contents are ignored whatever they are.
+        q_rope: Further columns of the queries, `[b, s, h, p]`.
+        k_rope: Those of the keys, `[b, m, p]`, shared by the heads.
     """
 
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     positions: torch.Tensor
+    q_rope: torch.Tensor | None = None
+    k_rope: torch.Tensor | None = None
 
 
 class AttendOptions(TypedDict):
@@ -102,7 +106,7 @@ def attend(
             ]
             for heads in _head_chunks(segments, s, h):
                 parts = [
-                    _Operands.of(segment, request, heads, mask, hide, compute_dtype)
+                    _operands(segment, request, heads, mask, hide, compute_dtype)
                     for segment, mask, hide in zip(segments, used, hidden, strict=True)
                 ]
                 chunk_outputs, chunk_lse = _attend_heads(parts, scale, compute_dtype, accumulate)
@@ -133,8 +137,7 @@ def ieee_float32() -> Iterator[None]:
         matmul.fp32_precision = previous
 
 
-@dataclass(frozen=True)
-class _Operands:
+class _Operands(NamedTuple):
     """One segment, one request, some heads: clean operands in the compute dtype."""
 
     q: torch.Tensor  # [hc, s, e]
@@ -142,24 +145,28 @@ class _Operands:
     values: torch.Tensor  # [hc or 1, m, ev]
     hidden: torch.Tensor  # [s, m]
 
-    @classmethod
-    def of(
-        cls,
-        segment: KvSegment,
-        request: int,
-        heads: slice,
-        used: torch.Tensor,
-        hidden: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> _Operands:
-        """Cuts the heads out, and zeroes unused slots because 0 * NaN is still NaN."""
 
-        def clean(rows: torch.Tensor) -> torch.Tensor:
-            mine = rows[request] if rows.shape[1] == 1 else rows[request, heads]
-            return mine.to(dtype).masked_fill(~used[:, None], 0.0)
+def _operands(
+    segment: KvSegment,
+    request: int,
+    heads: slice,
+    used: torch.Tensor,
+    hidden: torch.Tensor,
+    dtype: torch.dtype,
+) -> _Operands:
+    """Cuts the heads out, and zeroes unused slots because 0 * NaN is still NaN."""
 
-        q = segment.q[request, :, heads].transpose(0, 1).to(dtype)
-        return cls(q, clean(segment.keys), clean(segment.values), hidden)
+    def clean(rows: torch.Tensor) -> torch.Tensor:
+        mine = rows[request] if rows.shape[1] == 1 else rows[request, heads]
+        return mine.to(dtype).masked_fill(~used[:, None], 0.0)
+
+    q, keys = segment.q[request, :, heads].to(dtype), clean(segment.keys)
+    if segment.q_rope is not None and segment.k_rope is not None:
+        # Joined here, so that joined keys exist for one request only.
+        rope = clean(segment.k_rope[:, None]).expand(keys.shape[0], -1, -1)
+        q = torch.cat([q, segment.q_rope[request, :, heads].to(dtype)], dim=-1)
+        keys = torch.cat([keys, rope], dim=-1)
+    return _Operands(q.transpose(0, 1), keys, clean(segment.values), hidden)
 
 
 def _attend_heads(
@@ -212,7 +219,9 @@ def _head_chunks(segments: Sequence[KvSegment], s: int, h: int) -> Iterator[slic
         slots = segment.keys.shape[2]
         shared = segment.keys.shape[1] == 1
         per_head += slots * s
-        per_head += 0 if shared else slots * (segment.keys.shape[3] + segment.values.shape[3])
+        rope = 0 if segment.k_rope is None else segment.k_rope.shape[2]
+        width = segment.keys.shape[3] + rope + segment.values.shape[3]
+        per_head += 0 if shared else slots * width
     size = max(1, _CHUNK_ELEMENTS // max(1, per_head))
     for start in range(0, h, size):
         yield slice(start, min(start + size, h))
@@ -225,18 +234,19 @@ def _require_segments(segments: Sequence[KvSegment]) -> None:
     for index, segment in enumerate(segments):
         name = f"segments[{index}]"
         e, m = segment.q.shape[-1], segment.keys.shape[2]
-        if tuple(segment.q.shape[:3]) != (b, s, h):
-            raise InvalidArgumentError(f"{name}.q", f"[{b}, {s}, {h}, e]", list(segment.q.shape))
-        for field, rows, width in (("keys", segment.keys, e), ("values", segment.values, None)):
-            wanted = (b, m, rows.shape[3] if width is None else width)
-            got = (rows.shape[0], rows.shape[2], rows.shape[3])
-            if got != wanted or rows.shape[1] not in (1, h):
-                raise InvalidArgumentError(
-                    f"{name}.{field}",
-                    f"[{b}, {h} or 1, {m}, {'ev' if width is None else width}]",
-                    list(rows.shape),
-                )
-        if tuple(segment.positions.shape) != (b, m):
-            raise InvalidArgumentError(
-                f"{name}.positions", f"[{b}, {m}]", list(segment.positions.shape)
-            )
+        shapes = {
+            "q": f"{b}, {s}, {h}, e",
+            "keys": f"{b}, {h} or 1, {m}, {e}",
+            "values": f"{b}, {h} or 1, {m}, ev",
+            "positions": f"{b}, {m}",
+        }
+        if segment.q_rope is not None:
+            p = segment.q_rope.shape[-1]
+            shapes |= {"q_rope": f"{b}, {s}, {h}, {p}", "k_rope": f"{b}, {m}, {p}"}
+        for field, shape in shapes.items():
+            got, sizes = list(getattr(segment, field).shape), shape.split(", ")
+            if len(got) != len(sizes) or not all(
+                size.isalpha() or str(found) in size.split(" or ")
+                for found, size in zip(got, sizes, strict=True)
+            ):
+                raise InvalidArgumentError(f"{name}.{field}", f"[{shape}]", got)

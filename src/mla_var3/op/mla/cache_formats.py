@@ -33,14 +33,10 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
-from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
+from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX, LEAST_SCALE
 
 _FLOAT32 = 4
 BYTE_DTYPES = (torch.uint8, torch.int8, E4M3)
-LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""A subnormal scale would become zero on a GPU that flushes them."""
-
-
 ROPE_SHARE = 2.0**-60
 """Least scale over the largest number of the rope key: the divided key stays within bfloat16."""
 
@@ -193,13 +189,9 @@ def quantise(
     fmt: CacheFormat,
     scale: torch.Tensor | None = None,
 ) -> QuantisedCache:
-    """Round tokens to 8 bits.
+    """Round latent rows `[..., k]` and rope keys `[..., p]`, of any floating dtype, to 8 bits.
 
-    Args:
-        latent: `[..., k]`, any floating dtype.
-        rope: `[..., p]`.
-        fmt: The format.
-        scale: For `fp8`: float32 of one element; None for 1.
+    `scale` is for `fp8`: float32 of one element; None for 1.
     """
     fmt.require_widths(latent.shape[-1], rope.shape[-1])
     wide = latent.float()
@@ -223,12 +215,9 @@ def quantise(
 def dequantise(
     cache: QuantisedCache, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What tokens in 8 bits are worth: latent rows `[..., k]` and rope keys `[..., p]`.
+    """What tokens in 8 bits are worth: latent rows `[..., k]` and rope keys `[..., p]` in a dtype.
 
-    Args:
-        cache: The tokens.
-        dtype: Of the result. The product with a scale is in float32, or in float64, where it is
-            exact.
+    The product with a scale is in float32, or in float64, where it is exact.
     """
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     latent, scales = cache.latent.to(wide), cache.scales.to(wide)

@@ -8,6 +8,8 @@ docs/cost-analysis.md; times are in `op/mla/model`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
@@ -21,9 +23,7 @@ _MAX_SPLIT_WAVES = 4
 def flash_attention_cost(problem: MlaProblem, tokens: int | None = None) -> Cost:
     """Attention over decompressed keys and values; the rope keys are shared by the heads.
 
-    Args:
-        problem: Sizes and lengths.
-        tokens: KV tokens of the whole batch that are attended; None for all.
+    `tokens` are those attended in the whole batch; None for all.
     """
     d, p, v = problem.d, problem.p, problem.v
     tokens = problem.total_tokens if tokens is None else tokens
@@ -38,10 +38,7 @@ def flash_mla_cost(
 ) -> Cost:
     """Attention over the latent cache, from latent queries to the latent output.
 
-    Args:
-        problem: Sizes and lengths.
-        token_bytes: Bytes of a token of an 8-bit cache; None for one in the problem's dtype.
-        tokens: KV tokens of the whole batch that are attended; None for all.
+    `token_bytes` are those of a token of an 8-bit cache; None for one in the problem's dtype.
     """
     k, p, element = problem.k, problem.p, problem.element_size
     tokens = problem.total_tokens if tokens is None else tokens
@@ -80,8 +77,7 @@ def attention_block_specialized_cost(problem: MlaProblem, n: int, form: WindowFo
     Reads the queries in all three forms, the latent cache of the old tokens and the window of the
     new ones; writes a latent and a decompressed partial in the problem's dtype, each with its LSE.
     """
-    old, new = _old_new(problem, n)
-    return _mix_cost(problem, old, new, form)
+    return mix_cost(problem, *_old_new(problem, n), form)
 
 
 def decompress_combine_cost(problem: MlaProblem) -> Cost:
@@ -123,30 +119,23 @@ def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: 
     """The window with the shortest attention stage if both paths overlap perfectly.
 
     FLOP time and byte time are both linear in the number of new tokens, so their maximum is
-    smallest at one end or where they meet; no search over `n` is needed.
-
-    Args:
-        problem: Sizes and lengths.
-        peak_tflops: Compute rate the prediction assumes.
-        peak_gbps: Memory rate the prediction assumes.
-        multiple: Only multiples of it, up to `t`, are considered.
+    smallest at one end or where they meet. Only multiples of `multiple` up to `t` are considered.
 
     Returns:
         The best `n`; of equally good ones the smallest, because the window costs memory.
     """
     require_int("multiple", multiple, minimum=1)
-    last = problem.t // multiple * multiple
+    peaks = peak_tflops, peak_gbps
+
+    def cost(n: int) -> Cost:
+        return attention_block_specialized_cost(problem, n)
+
     # Past the longest request a larger window holds nothing more.
-    longest = min(last, _ceil_div(problem.longest, multiple) * multiple)
-    candidates = {0, longest}
-    kink = _balanced_tokens(problem, peak_tflops, peak_gbps)
-    if kink is not None:
-        below = _largest_window(problem, kink) // multiple * multiple
-        candidates |= {min(below, last), min(below + multiple, last)}
-    return min(
-        sorted(candidates),
-        key=lambda n: attention_block_specialized_cost(problem, n).time_us(peak_tflops, peak_gbps),
-    )
+    most = min(problem.t // multiple, _ceil_div(problem.longest, multiple)) * multiple
+    windows, bound = range(0, most + 1, multiple), cost(0).bound(*peaks)
+    turn = bisect_left(windows, True, key=lambda n: cost(n).bound(*peaks) != bound)
+    candidates: list[int] = [0, *windows[max(turn - 1, 0) : turn + 1], windows[-1]]
+    return min(candidates, key=lambda n: cost(n).time_us(*peaks))
 
 
 def split_count(
@@ -154,13 +143,8 @@ def split_count(
 ) -> int:
     """How many splits of the KV tokens flash_mla_split_kv makes.
 
-    Time is taken as waves of tiles over the SMs times KV tiles per split, for the longest request.
-
-    Args:
-        problem: Sizes and lengths.
-        sm_count: SMs that run one tile each at a time.
-        rows_per_tile: Query rows (query token and head) per tile.
-        kv_tile: KV tokens per step of a tile.
+    Time is taken as waves of tiles, one per SM, times steps of `kv_tile` KV tokens per split, for
+    the longest request.
 
     Returns:
         The split count of least estimated time, the smallest of equally good ones; never more
@@ -193,40 +177,20 @@ def _old_new(problem: MlaProblem, n: int) -> tuple[int, int]:
     return problem.total_tokens - new, new
 
 
-def _mix_cost(problem: MlaProblem, old: int, new: int, form: WindowForm = PLAIN) -> Cost:
-    """Attention over `old` latent and `new` decompressed tokens of the whole batch."""
+def mix_cost(
+    problem: MlaProblem, old: int, new: int, form: WindowForm, stored: int | None = None
+) -> Cost:
+    """Attention over `old` latent and `new` decompressed tokens of the whole batch.
+
+    The latter are stored once for each request, or `stored` in all.
+    """
     h, s, d, p, k, v = problem.h, problem.s, problem.d, problem.p, problem.k, problem.v
     flops = 2 * h * s * ((old + new) * p + new * (d + v) + 2 * old * k)
     queries = _rows(problem) * (d + k + p)
     partials = _rows(problem) * (k + v)
     elements = queries + old * (k + p) + partials
-    window = new * form.token_bytes(problem)
+    window = (new if stored is None else stored) * form.token_bytes(problem)
     return Cost(flops, elements * problem.element_size + window + 2 * _lse_bytes(problem))
-
-
-def _balanced_tokens(problem: MlaProblem, peak_tflops: float, peak_gbps: float) -> float | None:
-    """New tokens of the batch at which FLOP time equals byte time, None when they never meet."""
-    total = problem.total_tokens
-    none, all_new = _mix_cost(problem, total, 0), _mix_cost(problem, 0, total)
-    ratio = peak_gbps * 1e3 / (peak_tflops * 1e6)  # both in units of byte time
-    at_none = none.flops * ratio - none.bytes
-    at_all = all_new.flops * ratio - all_new.bytes
-    if at_none == at_all:
-        return None
-    tokens = total * at_none / (at_none - at_all)
-    return tokens if 0 <= tokens <= total else None
-
-
-def _largest_window(problem: MlaProblem, tokens: float) -> int:
-    """Largest `n` whose windows hold at most `tokens` tokens over the batch."""
-    low, high = 0, problem.t
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _old_new(problem, middle)[1] <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:

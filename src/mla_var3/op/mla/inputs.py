@@ -45,34 +45,31 @@ def torch_dtype(problem: MlaProblem) -> torch.dtype:
     return torch.bfloat16 if problem.dtype == "bfloat16" else torch.float16
 
 
+def random_numbers(seed: int | None, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of its own, which leaves the global random state alone; fresh without a seed."""
+    generator = torch.Generator(device=device)
+    if seed is None:
+        generator.seed()
+        return generator
+    require_int("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
+    return generator.manual_seed(seed)
+
+
 def make_inputs(
     problem: MlaProblem, device: torch.device | str, seed: int | None = None
 ) -> MlaInputs:
     """Makes random normal inputs with NaN in every slot that holds no token.
 
-    Args:
-        problem: Sizes, dtype and lengths.
-        device: Where the tensors live. On "meta" they have shapes and no values.
-        seed: Makes the values repeatable on one kind of device; None draws fresh ones.
-
-    Returns:
-        The inputs, in the problem's dtype and with unit variance, except for the weights.
+    On "meta" they have shapes and no values. A seed makes them repeatable on one kind of device.
+    They are in the problem's dtype and have unit variance, except for the weights.
     """
     device = torch.device(device)
     dtype = torch_dtype(problem)
-    generator: torch.Generator | None = None
-    if device.type != "meta":
-        # An own generator leaves the caller's global random state alone.
-        generator = torch.Generator(device=device)
-        if seed is None:
-            generator.seed()
-        else:
-            require_int("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
-            generator.manual_seed(seed)
+    generator = random_numbers(seed, "cpu" if device.type == "meta" else device)
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
         values = torch.empty(shape, dtype=dtype, device=device)
-        return values if generator is None else values.normal_(0.0, std, generator=generator)
+        return values if values.is_meta else values.normal_(0.0, std, generator=generator)
 
     b, s, t, h = problem.b, problem.s, problem.t, problem.h
     d, p, k = problem.d, problem.p, problem.k
@@ -94,43 +91,21 @@ def make_inputs(
 
 
 def project_queries(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
-    """Moves the queries into the latent space: `q_latent = q_nope @ w_uk`, head by head.
-
-    Args:
-        q_nope: `[b, s, h, d]`.
-        w_uk: `[h, d, k]`.
-
-    Returns:
-        `[b, s, h, k]`, contiguous, in the input dtype.
-    """
+    """The queries `[b, s, h, d]` in the latent space: `q_nope @ w_uk [h, d, k]`, head by head."""
     return _project_per_head("q_nope", q_nope, "w_uk", w_uk)
 
 
 def up_project(o_latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """Moves latent outputs to value width: `o = o_latent @ w_uv`, head by head.
-
-    Args:
-        o_latent: `[b, s, h, k]`.
-        w_uv: `[h, k, v]`.
-
-    Returns:
-        `[b, s, h, v]`, contiguous, in the input dtype.
-    """
+    """Latent outputs `[b, s, h, k]` at value width: `o_latent @ w_uv [h, k, v]`, head by head."""
     return _project_per_head("o_latent", o_latent, "w_uv", w_uv)
 
 
 def decompress_all(
     c_kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decompresses the whole latent cache into keys and values per head.
+    """Decompresses the latent cache `[b, t, k]` into keys `[b, h, t, d]` and values `[b, h, t, v]`.
 
-    Args:
-        c_kv: `[b, t, k]`; NaN slots give NaN keys and values.
-        w_uk: `[h, d, k]`.
-        w_uv: `[h, k, v]`.
-
-    Returns:
-        Keys `[b, h, t, d]` and values `[b, h, t, v]`.
+    NaN slots give NaN keys and values.
     """
     _require_weights(c_kv.shape[-1], w_uk, w_uv)
     b, t, _ = c_kv.shape
@@ -146,10 +121,6 @@ def decompress_newest(inputs: MlaInputs, n: int) -> tuple[torch.Tensor, torch.Te
 
     Slot `j` of request `r` holds position `max(len_r - n, 0) + j`; slots past the request's
     last token hold NaN.
-
-    Args:
-        inputs: The raw operands.
-        n: Slots of the window, `0..t`.
 
     Returns:
         `k_new [b, h, n, d]`, `v_new [b, h, n, v]` and `k_rope_new [b, n, p]`.
@@ -179,7 +150,7 @@ def decompress_newest(inputs: MlaInputs, n: int) -> tuple[torch.Tensor, torch.Te
 def _project_per_head(
     rows_name: str, rows: torch.Tensor, weight_name: str, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Multiplies `rows [b, s, h, x]` with `weight [h, x, y]` into `[b, s, h, y]`."""
+    """Multiplies `rows [b, s, h, x]` with `weight [h, x, y]` into `[b, s, h, y]`, contiguous."""
     if rows.dim() != 4:
         raise InvalidArgumentError(rows_name, "4 dimensions [b, s, h, ...]", list(rows.shape))
     b, s, h, width = rows.shape

@@ -59,7 +59,6 @@ class MlaProblem:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks every field; an error names it, what was expected and what came."""
         require_sizes(self)
         _require_dtype(self.dtype)
         if not isinstance(self.causal, bool):
@@ -101,14 +100,7 @@ class MlaProblem:
         return 2
 
     def window(self, n: int) -> list[tuple[int, int]]:
-        """Splits each request into its old tokens and its `n` newest.
-
-        Args:
-            n: Newest tokens wanted per request, `0..t`.
-
-        Returns:
-            Per request `(old, new)` with `new = min(n, len)` and `old = len - new`.
-        """
+        """Per request `(old, new)` with `new = min(n, len)` and `old = len - new`; n is `0..t`."""
         self.require_window(n)
         return [(length - min(n, length), min(n, length)) for length in self.kv_lengths]
 
@@ -132,20 +124,6 @@ class MlaProblem:
         most = sliding_window + self.s - 1
         lengths = self.lengths and tuple(min(length, most) for length in self.lengths)
         return dataclasses.replace(self, t=min(self.t, most), lengths=lengths)
-
-    def visible(self, request: int, query: int) -> int:
-        """Number of KV positions, counted from 0, that one query attends.
-
-        Args:
-            request: Index of the request, `0..b-1`.
-            query: Index of the query token in the request, `0..s-1`.
-        """
-        require_int("request", request, minimum=0, maximum=self.b - 1, maximum_name="b-1")
-        require_int("query", query, minimum=0, maximum=self.s - 1, maximum_name="s-1")
-        length = self.kv_lengths[request]
-        if not self.causal:
-            return length
-        return max(0, min(length, length - self.s + query + 1))
 
     def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
         if isinstance(lengths, str) or not isinstance(lengths, Sequence):
@@ -184,15 +162,7 @@ def require_int(
     maximum: int | None = None,
     maximum_name: str = "",
 ) -> None:
-    """Require an integer within bounds.
-
-    Args:
-        argument: its name in the message.
-        value: what came.
-        minimum: smallest value allowed.
-        maximum: largest value allowed; None for any.
-        maximum_name: what the largest value is called; empty for a plain number.
-    """
+    """Require an integer within bounds; `maximum_name` is what the largest value is called."""
     # bool is a subclass of int, and `--b=True` is never what was meant.
     number = value if isinstance(value, int) and not isinstance(value, bool) else None
     if number is not None and minimum <= number and (maximum is None or number <= maximum):

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.cost import NOTHING
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
     decompressed_bytes,
@@ -21,7 +21,7 @@ from mla_var3.op.mla.cost import (
     query_projection_cost,
 )
 from mla_var3.op.mla.model import parameters as parameters_module
-from mla_var3.op.mla.model.mix import MixModel, mix_work, part_times_us
+from mla_var3.op.mla.model.mix import MixModel, MixWork, mix_work, part_times_us
 from mla_var3.op.mla.model.parameters import (
     Parameter,
     derived_parameters,
@@ -85,15 +85,9 @@ def test_bandwidth_is_proportional_first_and_level_last():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("chip_tflops", 0.0),
-        ("stream_gbps", -1.0),
-        ("launch_us", -1.0),
-        ("chip_tflops", math.nan),
-        ("together", -0.1),
-        ("starvation", 1.01),
-    ],
-)
+    [("chip_tflops", 0.0), ("stream_gbps", -1.0), ("launch_us", -1.0),
+     ("chip_tflops", math.nan), ("together", -0.1), ("starvation", 1.01)],
+)  # fmt: skip
 def test_bad_values_are_refused_by_name(name, value):
     with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
         TOY.with_values({name: value})
@@ -101,33 +95,24 @@ def test_bad_values_are_refused_by_name(name, value):
         replace(TOY, **{name: 5.0})  # type: ignore[arg-type]
 
 
-def test_parameters_survive_a_file(tmp_path):
+def test_fits_survive_a_file_and_are_used_for_their_own_device_only(tmp_path, monkeypatch):
     path = tmp_path / "rates.json"
     fitted = replace(H200, launch_us=Parameter(4.0, "fitted", "a test", 0.1))
     path.write_text(json.dumps([H200.to_dict() | {"dtype": "float16"}, fitted.to_dict()]))
-    assert read_parameters(path)[1] == fitted
-    found = mix_parameters(device_spec("H200"), "bfloat16", path)
-    assert found == fitted and found.fitted
+    assert read_parameters(path)[1] == fitted and fitted.fitted
+    spec, other = device_spec("H200"), device_spec("B200")
+    assert mix_parameters(spec, "bfloat16", path) == fitted
     with pytest.raises(InvalidArgumentError, match="expected parameters of NVIDIA B200"):
-        mix_parameters(device_spec("B200"), "bfloat16", path)
-
-
-def test_shipped_fits_are_used_for_their_own_device_only(tmp_path, monkeypatch):
-    path = tmp_path / "mix_rates.json"
+        mix_parameters(other, "bfloat16", path)
+    # As the file that ships.
     monkeypatch.setattr(parameters_module, "shipped_path", lambda: path)
-    spec = device_spec("H200")
-    fitted = replace(H200, launch_us=Parameter(4.0, "fitted", "a test", 0.1))
     path.write_text(json.dumps([fitted.to_dict()]))
     assert mix_parameters(spec) == fitted
     assert mix_parameters(spec, "float16") == derived_parameters(spec, "float16")
-    assert mix_parameters(device_spec("B200")) == derived_parameters(device_spec("B200"))
+    assert mix_parameters(other) == derived_parameters(other)
 
 
 LAUNCH = H200.to_dict()["launch_us"]
-
-
-def broken(change: dict[str, Any]) -> list[Any]:
-    return [H200.to_dict() | change]
 
 
 @pytest.mark.parametrize(
@@ -137,18 +122,17 @@ def broken(change: dict[str, Any]) -> list[Any]:
         ({}, "expected a list of parameters, got dict"),
         ([1], "entry: expected an object"),
         ([{"device": "x"}], "entry: expected chip_tflops"),
-        (broken({"launch_us": 3}), "launch_us: expected value, unit, origin"),
-        (broken({"sm_count": 0}), "sm_count: expected"),
-        (broken({"dtype": "float32"}), "dtype: expected bfloat16 or float16"),
-        (
-            broken({"launch_us": LAUNCH | {"unit": "ms"}}),
-            "launch_us: unit: expected 'µs', got 'ms'",
+        *(
+            ([H200.to_dict() | {name: value}], message)
+            for name, value, message in (
+                ("launch_us", 3, "launch_us: expected value, unit, origin"),
+                ("sm_count", 0, "sm_count: expected"),
+                ("dtype", "float32", "dtype: expected bfloat16 or float16"),
+                ("launch_us", LAUNCH | {"unit": "ms"}, "unit: expected 'µs', got 'ms'"),
+                ("launch_us", LAUNCH | {"origin": "guessed"}, "origin: expected vendor"),
+                ("launch_us", LAUNCH | {"value": "3"}, "launch_us: expected zero or a positive"),
+            )
         ),
-        (
-            broken({"launch_us": LAUNCH | {"origin": "guessed"}}),
-            "launch_us: origin: expected vendor",
-        ),
-        (broken({"launch_us": LAUNCH | {"value": "3"}}), "launch_us: expected zero or a positive"),
     ],
 )
 def test_bad_files_are_refused(content, message, tmp_path):
@@ -173,28 +157,17 @@ def test_the_work_adds_up_to_that_of_the_cost_model(problem, form, n):
     assert work.latent.bytes + work.heads.bytes == whole.bytes + rope
 
 
-def test_the_ends_are_the_pure_paths():
-    for problem in (PROBLEM, RAGGED):
-        none, everything = mix_work(problem, 0), mix_work(problem, problem.t)
-        assert none.latent == flash_mla_cost(problem) and none.heads.bytes == 0
-        assert everything.heads == flash_attention_cost(problem)
-        assert everything.latent.bytes == 0 and everything.others == ()
-        assert len(none.others) == 2
-
-
-def test_the_pure_paths_cost_what_the_roofline_says():
-    problem = MlaProblem(b=32, s=64, t=4096, h=128)
-    rates = H200.chip_tflops.value, H200.stream_gbps.value
-    latent = (
-        flash_mla_cost(problem),
-        query_projection_cost(problem),
-        output_up_projection_cost(problem),
-    )
-    model = MixModel(H200)
-    for n, costs in ((0, latent), (4096, (flash_attention_cost(problem),))):
+@pytest.mark.parametrize("problem", [PROBLEM, RAGGED, MlaProblem(b=32, s=64, t=4096, h=128)])
+def test_the_ends_are_the_pure_paths_and_cost_what_the_roofline_says(problem):
+    latent, heads = flash_mla_cost(problem), flash_attention_cost(problem)
+    projections = query_projection_cost(problem), output_up_projection_cost(problem)
+    assert mix_work(problem, 0) == MixWork(latent, NOTHING, projections)
+    assert mix_work(problem, problem.t) == MixWork(NOTHING, heads, ())
+    model, rates = MixModel(H200), (H200.chip_tflops.value, H200.stream_gbps.value)
+    for n, costs in ((0, (latent, *projections)), (problem.t, (heads,))):
         expected = sum(cost.time_us(*rates) for cost in costs)
         assert model.at(problem, n).total_us == pytest.approx(expected)
-    assert (model.best_split(problem, 0), model.best_split(problem, 4096)) == (132, 0)
+        assert model.best_split(problem, n) == (0 if n else 132)
 
 
 def test_times_by_hand():
@@ -302,13 +275,12 @@ def test_a_fine_search_comes_within_the_steps_of_whole_sms(s):
 
 def test_bad_choices_are_refused():
     model = MixModel(H200)
-    with pytest.raises(InvalidArgumentError, match="split: expected an integer from 0 to sm_count"):
-        model.time_us(PROBLEM, 0, 133)
-    with pytest.raises(InvalidArgumentError, match="n: expected an integer from 0 to t=512"):
-        model.at(PROBLEM, 513)
-    with pytest.raises(InvalidArgumentError, match="problem.dtype: expected bfloat16"):
-        model.best_n(replace(PROBLEM, dtype="float16"))
-    with pytest.raises(InvalidArgumentError, match="max_bytes: expected"):
-        model.best_n(PROBLEM, -1)
-    with pytest.raises(InvalidArgumentError, match="multiple: expected"):
-        model.best_n(PROBLEM, multiple=0)
+    for message, call in {
+        "split: expected an integer from 0 to sm_count": lambda: model.time_us(PROBLEM, 0, 133),
+        "n: expected an integer from 0 to t=512": lambda: model.at(PROBLEM, 513),
+        "problem.dtype: expected bf": lambda: model.best_n(replace(PROBLEM, dtype="float16")),
+        "max_bytes: expected": lambda: model.best_n(PROBLEM, -1),
+        "multiple: expected": lambda: model.best_n(PROBLEM, multiple=0),
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+            call()

@@ -11,7 +11,7 @@ from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import derived_parameters, mix_parameters
 from mla_var3.op.mla.model.window_plan import parse_bytes, plan_curve, plan_window
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.op.mla.window.formats import FP8, PLAIN
+from mla_var3.op.mla.window.formats import FP8
 
 GIB = 2**30
 MODEL = MixModel(derived_parameters(device_spec("H200")))
@@ -63,26 +63,19 @@ def test_advice_follows_the_steady_time(s, budget):
         assert plan.chosen.advised_us < 0.92 * plan.curve[0].advised_us
 
 
-def test_layers_share_the_budget():
+def test_layers_share_the_budget_and_an_8_bit_window_holds_more():
     one = plan_window(PROBLEM, MODEL, 2 * GIB, multiple=128)
     many = plan_window(PROBLEM, MODEL, 61 * 2 * GIB, layers=61, multiple=128)
     assert many.chosen == one.chosen
     assert many.layer_budget_bytes == one.budget_bytes
     assert many.to_dict()["chosen_bytes_all_layers"] == 61 * one.chosen.window_bytes
-
-
-def test_an_8_bit_window_holds_more():
     small = plan_window(PROBLEM, replace(MODEL, form=FP8), 2 * GIB, multiple=128)
-    plain = plan_window(PROBLEM, replace(MODEL, form=PLAIN), 2 * GIB, multiple=128)
-    assert small.chosen.n > plain.chosen.n
-    assert small.chosen.advised_us < plain.chosen.advised_us
-
-
-def test_the_curve_runs_from_nothing_to_everything():
-    plan = plan_window(PROBLEM, MODEL, GIB, multiple=128)
-    sizes = [point.n for point in plan.curve]
+    assert small.chosen.n > one.chosen.n
+    assert small.chosen.advised_us < one.chosen.advised_us
+    # The curve runs from nothing to everything.
+    sizes = [point.n for point in one.curve]
     assert sizes[0] == 0 and sizes[-1] == 4096 and sizes == sorted(set(sizes))
-    assert {plan.chosen.n, plan.unlimited.n} <= set(sizes)
+    assert {one.chosen.n, one.unlimited.n} <= set(sizes)
     long = plan_curve(replace(PROBLEM, t=1_000_000), MODEL, 128)
     assert len(long) < 100 and long[-1].n == 1_000_000
 

@@ -27,8 +27,8 @@ import cuda.tile as ct
 from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.reserve_pages import power_of_two
-from mla_var3.op.mla.cache_formats import LEAST_SCALE, ROPE_SHARE, CacheFormat
-from mla_var3.op.mla.window.quantise import E4M3_MAX
+from mla_var3.op.mla.cache_formats import ROPE_SHARE, CacheFormat
+from mla_var3.op.mla.window.quantise import E4M3_MAX, LEAST_SCALE
 from mla_var3.runtime.ct_kernel import Launch
 from mla_var3.runtime.stage import is_power_of_two
 
@@ -247,19 +247,10 @@ def append_launch(
     scales: Tensor | None,
     fmt: CacheFormat | None,
 ) -> Launch:
-    """The launch of `append_rows`; at least one row.
+    """The launch of `append_rows`; at least one row, and bfloat16 ones where a format is given.
 
-    Args:
-        latent: `[m, k]`; bfloat16 where a format is given.
-        rope: `[m, p]`.
-        taken: `[b]`, from `reserve_pages`.
-        lengths: `[b]`, likewise.
-        bounds: `[b+1]`, first rows of packed requests; None for m / b rows each.
-        block_table: Of a paged cache.
-        latent_out: Latent rows of the cache, `[pages, page, k]` or `[b, t, k]`.
-        rope_out: Its rope keys.
-        scales: Those of an 8-bit cache, which "fp8" reads.
-        fmt: The format of 8 bits; None for a cache of the dtype of the tokens.
+    Without bounds a request has m / b rows; `scales` are those of an 8-bit cache, which "fp8" reads
+    and the other formats write. The other tensors: see the module.
     """
     (m, k), p, b = latent.shape, rope.shape[1], lengths.shape[0]
     groups = AS_IS if fmt is None else fmt.scales(k)

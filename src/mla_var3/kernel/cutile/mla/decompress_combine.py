@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.plan import CutilePlan
 from mla_var3.kernel.cutile.mla.tile_ops import LN_2, LOG2_E, NEG_INF
 from mla_var3.kernel.cutile.mla.tilings import (
     divides,
@@ -25,7 +26,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     tile_sides,
     tiling_target,
 )
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import decompress_combine_cost
 from mla_var3.op.mla.inputs import up_project
 from mla_var3.runtime.ct_kernel import CtKernel
@@ -106,7 +107,7 @@ def decompress_combine(
 
 
 @dataclass
-class CtDecompressCombine(MlaPlan):
+class CtDecompressCombine(CutilePlan):
     """Plan of the merging stage."""
 
     parts: str = field(default="both", metadata={"help": "both, latent or new: what has tokens"})
@@ -152,9 +153,8 @@ class CtDecompressCombine(MlaPlan):
     def _default_tiling(self, name: str) -> DecompressCombineTiling | None:
         return DecompressCombineTiling.default(self.target.code)
 
-    def _algorithmic_flops_bytes(self, tiling: DecompressCombineTiling) -> tuple[float, float]:
-        cost = decompress_combine_cost(self.problem())
-        return cost.flops, cost.bytes
+    def cost(self) -> Cost:
+        return decompress_combine_cost(self.problem())
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         o_latent, lse_latent, o_new, lse_new, w_uv = inputs
@@ -174,27 +174,8 @@ class CtDecompressCombine(MlaPlan):
             return (ct.cdiv(b * s, tiling.Cm), h)
 
         def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
-            return (
-                *parts,
-                w_uv,
-                o.view(b * s, h, d),
-                lse.view(b * s, h),
-                self.parts != "new",
-                self.parts != "latent",
-                tiling.Cm,
-                tiling.Ck,
-                k // tiling.Ck,
-                d,
-            )
+            tensors = (*parts, w_uv, o.view(b * s, h, d), lse.view(b * s, h))
+            has_parts = self.parts != "new", self.parts != "latent"
+            return (*tensors, *has_parts, tiling.Cm, tiling.Ck, k // tiling.Ck, d)
 
-        return CtKernel(
-            kernel_fn=decompress_combine,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=[o, lse],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(decompress_combine, grid_fn, args_fn, inputs, [o, lse])

@@ -19,15 +19,25 @@ tensors is read or written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from mla_var3.conf.devices import shared_memory_limit
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cutile.mla.tilings import LatentTiling, scale_columns
-from mla_var3.kernel.mla_plan import MlaPlan, sliding_window_field
+from mla_var3.kernel.cutile.mla.plan import CutilePlan
+from mla_var3.kernel.cutile.mla.tilings import (
+    MMA_LARGE_BYTES,
+    divides,
+    fits_shared_memory,
+    latent_tiles,
+    tile_sides,
+    tiling_target,
+    with_parts_of,
+)
+from mla_var3.kernel.mla_plan import sliding_window_field
 from mla_var3.kernel.paging import check_pages, dense_inputs, paged_inputs
 from mla_var3.op.mla.cache_formats import (
     PER_TENSOR,
@@ -39,10 +49,8 @@ from mla_var3.op.mla.cache_formats import (
 )
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
-from mla_var3.runtime.plan import Tiling
+from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES, check_tensor, require_view
-
-LatentTilingT = TypeVar("LatentTilingT", bound=LatentTiling)
 
 PAGE_STEP = 16
 """Pages are multiples of this: the shortest KV tile that the tensor cores take."""
@@ -90,13 +98,7 @@ class LatentOperands:
     options: tuple[int, ...]
 
     def results(self, *sizes: int, dtype: torch.dtype, empty: float = 0.0) -> Tensor:
-        """A tensor for results; rows of no request, which kernels leave as they are, are `empty`.
-
-        Args:
-            sizes: leading sizes, those of `lead`, and what follows.
-            dtype: element type.
-            empty: for rows of no request.
-        """
+        """A tensor for results; rows of no request, which no kernel writes, are `empty`."""
         like = self.tensors[0]
         if self.packed:
             return like.new_full(sizes, empty, dtype=dtype)
@@ -108,7 +110,97 @@ class LatentOperands:
 
 
 @dataclass
-class LatentPlan(MlaPlan):
+class LatentTiling(Tiling):
+    """Bm query rows against Bn latent tokens, the latent dimension in parts of Kp columns.
+
+    On sm_90 a 64 x 512 float32 accumulator needs two consumer warpgroups (num_worker_warps=8) to
+    stay in registers; with one, the default, it spills 2.7 KB per thread.
+    """
+
+    Bm: int = 64
+    Bn: int = 64
+    Kp: int = 128
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = 8
+
+    def validate(self, pd: LatentPlan) -> Constraints:
+        return Constraints(
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, **({"p": pd.p} if pd.p else {})),
+            divides("Kp", self.Kp, "k", pd.k),
+            divides("Bn", self.Bn, "page", pd.page),
+            divides("columns of a scale", pd.scale_columns, "Kp", self.Kp),
+            fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
+        )
+
+    def sides(self, k: int) -> tuple[int, int, int, int]:
+        """The compile-time arguments BM, BN, KP and PARTS."""
+        return self.Bm, self.Bn, self.Kp, k // self.Kp
+
+    @classmethod
+    def candidates(cls, plan: LatentPlan) -> list[Self]:
+        """Candidates per target, the default first.
+
+        sm_90: at k=512 only 64 rows stay on wgmma without spilling. Pages of 32 and 16 tokens: two
+        parts (on an H200 at b=32 s=16 t=4096 h=128 2690 and 4526 us; four parts spill, 3509 and
+        4978; one 2908 and 4900). sm_100: only one part of 512 columns stays on tcgen05; one word
+        spills there, outside of the loops (8 B of stack). sm_8x and sm_12x: see `_for_mma`.
+
+        8-bit caches: a tile is in shared memory as it was loaded and as it was converted. On sm_90
+        64 tokens leave wgmma and spill 1.5 KB, 32 do not spill; on sm_100 64 spill 48 B.
+        """
+        # A KV tile lies in one page: page & -page is the largest power of two that divides it.
+        longest, k, eight_bit = plan.page & -plan.page or 64, plan.k, plan.format is not None
+        family = tiling_target(plan.target.code)
+        if family == "sm_120":
+            made = cls._for_mma(plan, longest)
+        elif family == "sm_100":
+            made = [cls(64, Bn, 512) for Bn in ((32, 64) if eight_bit else (64, 32))]
+        elif eight_bit:
+            made = [cls(64, 32, Kp) for Kp in (256, 512, 128)]
+        elif longest < 64:
+            made = [cls(64, longest, Kp) for Kp in (k // 2, k)]
+        else:
+            made = [cls(64, 64, Kp) for Kp in (128, 256, 512)]
+        found = with_parts_of((replace(each, Bn=min(each.Bn, longest)) for each in made), k)
+        return [each for each in found if each.Kp % plan.scale_columns == 0]
+
+    @classmethod
+    def _for_mma(cls, plan: LatentPlan, longest: int) -> list[Self]:
+        """For targets with mma, the default first.
+
+        32 rows and 32 tokens read half as many bytes of the cache per product as 16 rows and 64
+        tokens, and as many from shared memory (284 KB for 2.2 MFLOP). Where 163 KB fit (sm_80,
+        sm_87), 64 tokens to 32 rows need a quarter less of the latter. The width of a part decides
+        how the compiler buffers loads, and with that the registers; it was chosen by compiling.
+        8-bit caches on pages of 16 tokens spill with every tiling tried: about 1 KB on sm_80, 0.5
+        KB on sm_86 and sm_89, up to 168 B on sm_12x.
+        """
+        target, page, p, eight_bit = plan.target.code, plan.page, plan.p, plan.format is not None
+        ampere = target.startswith("sm_8")
+        small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
+        if longest == 16:
+            wide = cls(32, 16, 512 if eight_bit else 256, num_worker_warps=None)
+            narrow = cls(16, 16, 64 if (plan.k, p) == (256, 64) and not eight_bit else 128)
+            return [narrow, wide] if ampere and not eight_bit else [wide, narrow]
+        default = cls(32, 32, 128)
+        if ampere and eight_bit and plan.scale_columns == 1:
+            default = cls(32, 32, 64)
+        elif ampere and eight_bit and small and not page:
+            default = cls(32, 32, 512)
+        elif ampere and not eight_bit and not small and not page:
+            default = cls(32, 64, 128)
+        elif ampere and not eight_bit and page and not p:
+            default = cls(32, 32, 512)
+        elif page and not eight_bit and small:
+            # On sm_12x parts of 128 columns spill 184 B without rope.
+            default = cls(16, 64, 128) if ampere and longest >= 64 else cls(32, 32, 64)
+        others = [cls(32, 32, Kp) for Kp in (128, 512)] + [cls(16, 64, Kp) for Kp in (128, 512)]
+        return [default, *(each for each in others if each != default)]
+
+
+@dataclass
+class LatentPlan(CutilePlan):
     """Plan of a latent kernel."""
 
     page: int = field(
@@ -146,15 +238,10 @@ class LatentPlan(MlaPlan):
         """Bytes of a token of an 8-bit cache."""
         return None if self.format is None else self.format.row_bytes(self.k, self.p)
 
-    def _default_tiling(self, name: str) -> Tiling | None:
-        return self._autotune_configs()[0]
-
-    def candidates(self, tiling: type[LatentTilingT]) -> list[LatentTilingT]:
-        """Tilings to choose from, the default first."""
-        eight_bit, columns = self.format is not None, scale_columns(self)
-        return tiling.candidates(
-            self.target.code, self.k, self.page, p=self.p, eight_bit=eight_bit, columns=columns
-        )
+    @property
+    def scale_columns(self) -> int:
+        """Latent columns of a scale of an 8-bit cache; 1 where a scale holds for whole rows."""
+        return 1 if self.format is None else self.format.scale_columns or 1
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Any, ...]:
         inputs = self.latent_inputs(device)

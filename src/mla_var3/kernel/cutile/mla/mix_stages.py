@@ -18,16 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.decompress_combine import (
-    CtDecompressCombine,
-    DecompressCombineTiling,
-)
+from mla_var3.kernel.cutile.mla.decompress_combine import CtDecompressCombine
+from mla_var3.kernel.cutile.mla.plan import CutilePlan
 from mla_var3.kernel.cutile.mla.tilings import (
     divides,
     fits_shared_memory,
@@ -40,15 +38,15 @@ from mla_var3.kernel.cutile.mla.tilings import (
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.kernel.newest_window import NewestWindowPlan
-from mla_var3.op.mla.attend import attend
-from mla_var3.op.mla.cost import (
-    attention_block_specialized_cost,
-    decompress_combine_cost,
-)
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.cost import attention_block_specialized_cost, decompress_combine_cost
 from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.reference import decompressed_segment, latent_segment
-from mla_var3.runtime.plan import Tiling
+from mla_var3.runtime.composite import KernelPipeline
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.tensors import require_view
 
 
@@ -61,15 +59,46 @@ class TileCounts(NamedTuple):
     head_query_tiles: int
 
 
-def mix_constraints(tiling: Any, pd: MlaPlan) -> list[tuple[bool, str]]:
-    """Constraints for `Tiling.validate` on the tiles of both roles."""
-    sides = {name: getattr(tiling, name) for name in ("Bm", "Bn", "Kp", "Hm", "Hn")}
-    return [
-        *tile_sides(**sides, d=pd.d, p=pd.p),
-        divides("Kp", tiling.Kp, "k", pd.k),
-        fits_shared_memory(pd, *latent_tiles(pd, tiling.Bm, tiling.Bn)),
-        fits_shared_memory(pd, *head_tiles(pd, tiling.Hm, tiling.Hn)),
-    ]
+@dataclass
+class MixTiling(Tiling):
+    """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
+
+    One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
+    sm_90, and with its shared memory only one CTA fits on an SM.
+    """
+
+    Bm: int = 64
+    Bn: int = 64
+    Kp: int = 128
+    Hm: int = 64
+    Hn: int = 128
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = 8
+
+    def validate(self, pd: MlaPlan) -> Constraints:
+        sides = {name: getattr(self, name) for name in ("Bm", "Bn", "Kp", "Hm", "Hn")}
+        return Constraints(
+            *tile_sides(**sides, d=pd.d, p=pd.p),
+            divides("Kp", self.Kp, "k", pd.k),
+            fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
+            fits_shared_memory(pd, *head_tiles(pd, self.Hm, self.Hn)),
+            *self.own_rules(),
+        )
+
+    def own_rules(self) -> list[tuple[bool, str]]:
+        """Constraints on the fields that a version adds."""
+        return []
+
+    @classmethod
+    def candidates(cls, target: str) -> list[Self]:
+        """Candidates per target, the default first."""
+        default, *others = (cls(*sides) for sides in mix_sides(target))
+        return [*default.variants(), *others]
+
+    def variants(self) -> list[Self]:
+        """This tiling with the values to try for the fields that a version adds."""
+        return [self]
 
 
 def mix_sides(target: str) -> list[tuple[int, int, int, int, int]]:
@@ -83,7 +112,7 @@ def mix_sides(target: str) -> list[tuple[int, int, int, int, int]]:
 
 
 @dataclass
-class MixAttentionPlan(MlaPlan):
+class MixAttentionPlan(CutilePlan):
     """Plan of an attention stage; a version adds its tiling, grid and arguments."""
 
     n: int = field(default=0, metadata={"help": "newest tokens kept decompressed"})
@@ -103,26 +132,51 @@ class MixAttentionPlan(MlaPlan):
     ) -> tuple[Tensor, ...]:
         """Attention over each part by itself, as this stage leaves it for the merge."""
         q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
-        old = (lengths - self.n).clamp(min=0)[:, None]
-        slots = torch.arange(self.t, device=c_kv.device)
-        window = torch.arange(self.n, device=c_kv.device)
-        newest = torch.where(old + window < lengths[:, None], old + window, -1)
-        parts = (
-            latent_segment(q_latent, q_rope, c_kv, k_rope, torch.where(slots < old, slots, -1)),
-            decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, newest),
+        latent = q_latent, q_rope, c_kv, k_rope, lengths
+        newest = q_nope, q_rope, k_new, v_new, k_rope_new, lengths
+        return (
+            *self.old_reference(latent, compute_dtype),
+            *self.window_reference(newest, compute_dtype),
         )
-        results: list[Tensor] = []
-        for part in parts:
-            [out], lse = attend([part], lengths=lengths, **self.attend_options(compute_dtype))
-            results += [out, lse]
-        return tuple(results)
 
-    def _default_tiling(self, name: str) -> Tiling | None:
-        return self._autotune_configs()[0]
+    def old_reference(
+        self, inputs: Sequence[Tensor], compute_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """Latent attention over the old tokens, from what `latent_inputs` gives."""
+        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        slots = torch.arange(self.t, device=lengths.device)
+        positions = torch.where(slots < (lengths - self.n)[:, None], slots, -1)
+        old = latent_segment(q_latent, q_rope, c_kv, k_rope, positions)
+        return self._attend(old, lengths, compute_dtype)
 
-    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
-        cost = attention_block_specialized_cost(self.problem(), self.n)
-        return cost.flops, cost.bytes
+    def window_reference(
+        self, inputs: Sequence[Tensor], compute_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the window, from q_nope, q_rope, the window and the lengths."""
+        q_nope, q_rope, k_new, v_new, k_rope_new, lengths = inputs
+        slots = (lengths - self.n).clamp(min=0)[:, None]
+        slots = slots + torch.arange(self.n, device=lengths.device)
+        positions = torch.where(slots < lengths[:, None], slots, -1)
+        newest = decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, positions)
+        return self._attend(newest, lengths, compute_dtype)
+
+    def _attend(
+        self, segment: KvSegment, lengths: Tensor, compute_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        [out], lse = attend([segment], lengths=lengths, **self.attend_options(compute_dtype))
+        return out, lse
+
+    def _autotune_configs(self) -> Sequence[Any]:
+        tiling: Any = self.tiling_fields()["tiling"]
+        return with_parts_of(tiling.candidates(self.target.code), self.k)
+
+    def cost(self) -> Cost:
+        return attention_block_specialized_cost(self.problem(), self.n)
+
+    def one_grid(self, tiling: Any) -> tuple[int]:
+        """A CTA for each work tile of both roles."""
+        counts = self.tile_counts(tiling)
+        return (counts.latent + counts.head,)
 
     def tile_counts(self, tiling: Any) -> TileCounts:
         """Work tiles of both roles."""
@@ -169,30 +223,39 @@ class MixAttentionPlan(MlaPlan):
 
 @dataclass
 class CutileMixPlan(NewestWindowPlan):
-    """Plan of a version: attention, then the merge. A version adds its tilings and `plan`."""
+    """Plan of a version: attention, then the merge.
+
+    A version adds its tilings, and the plan of its attention stage or another way to make it.
+    """
+
+    attention: ClassVar[type[MixAttentionPlan]]
+
+    def plan(self, *inputs: Tensor) -> KernelPipeline:
+        attention, outputs = self.attention_stage(*inputs)
+        *_, w_uv, _ = inputs
+        parts = {0: "latent", self.t: "new"}.get(self.chosen_n, "both")
+        tiling = self.tiling_fields()["combine_tiling"]
+        combine = self.stage_plan(CtDecompressCombine, parts=parts, tiling=tiling)
+        return KernelPipeline(_name=self.name, stages=[attention, combine.plan(*outputs, w_uv)])
+
+    def attention_stage(self, *inputs: Tensor) -> tuple[Stage, Sequence[Tensor]]:
+        """What attends, and its outputs for the merge."""
+        *operands, _, lengths = inputs
+        tiling = self.tiling_fields()["tiling"]
+        plan = self.stage_plan(self.attention, n=self.chosen_n, tiling=tiling)
+        stage: Stage = plan.plan(*operands, lengths)
+        return stage, stage.output_tensors
 
     def stage_plan(self, stage_class: type[Any], **fields: Any) -> Any:
         """The plan of a stage, for the same problem and target."""
-        return stage_class(**self.stage_fields(), **fields)
-
-    def combine_plan(self, tiling: DecompressCombineTiling) -> CtDecompressCombine:
-        """The plan of the merge."""
-        n = self.chosen_n
-        parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage: CtDecompressCombine = self.stage_plan(
-            CtDecompressCombine, parts=parts, tiling=tiling
-        )
-        return stage
+        shared = {key: value for key, value in self.params().items() if key != "n"}
+        return stage_class(**shared, target=self.target, **fields)
 
     def _default_tiling(self, name: str) -> Tiling | None:
+        tiling: Any = type(self.tiling_fields()[name])
         if name == "combine_tiling":
-            merge: CtDecompressCombine = self.stage_plan(CtDecompressCombine)
-            return merge._default_tiling("tiling")
-        candidates: list[Any] = type(getattr(self, name)).candidates(self.target.code)
-        if hasattr(candidates[0], "Kp"):
-            candidates = with_parts_of(candidates, self.k)
-        default: Tiling = candidates[0]
-        return default
+            return tiling.default(self.target.code)
+        return with_parts_of(tiling.candidates(self.target.code), self.k)[0]
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []

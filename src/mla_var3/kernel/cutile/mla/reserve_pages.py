@@ -273,15 +273,12 @@ def reserve_launch(
     most: int,
     slots: int,
 ) -> Launch:
-    """The launch of `reserve_pages`.
+    """The launch of `reserve_pages`; `lengths` grow by what is taken, `refused` by what is not.
 
     Args:
-        lengths: `[b]`, tokens of each request; grow by what is taken.
-        refused: `[b]`; grow by what is not.
-        counts: `[b]` tokens of each request, or `[b+1]` first rows; None for `most` each.
-        pool: Of a paged cache.
-        taken: `[b]`, written.
-        sources: `[b]`, written, where pages may have several owners; None where they have not.
+        lengths: And the other tensors: see the module.
+        counts: None for `most` of each request.
+        sources: None where no page has several owners.
         most: Host-side bound on the tokens of a request.
         slots: Tokens that a request can have.
     """
@@ -304,15 +301,7 @@ def reserve_launch(
 def release_launch(
     lengths: Tensor, refused: Tensor, dropped: Tensor, pool: Pool | None, least: int
 ) -> Launch:
-    """The launch of `release_pages`.
-
-    Args:
-        lengths: `[b]`, tokens of each request; shrink.
-        refused: `[b]`; zero for a request that is emptied.
-        dropped: `[b]`, tokens of each request to drop, or int8, 1 for a request to empty.
-        pool: Of a paged cache.
-        least: Shared first tokens, which stay.
-    """
+    """The launch of `release_pages`; `dropped` are `counts`, `least` the first tokens that stay."""
     b, evict = lengths.shape[0], dropped.dtype is torch.int8
     tables = (lengths,) * 4 if pool is None else pool[:4]
     page = 1 if pool is None else pool.page_size
@@ -329,12 +318,7 @@ def copy_launch(
 ) -> Launch:
     """The launch of `copy_pages`, after `reserve_pages` and before rows are written.
 
-    Args:
-        buffer: `[pages, page, ...]`, contiguous, of any dtype.
-        sources: `[b]`, from `reserve_pages`.
-        taken: `[b]`, likewise.
-        lengths: `[b]`, likewise.
-        pool: Of the cache.
+    The buffer is `[pages, page, ...]`, contiguous, of any dtype.
     """
     words = buffer.view(buffer.shape[0], -1).view(torch.int32)
     parts = -(-words.shape[1] // COPY_WORDS)

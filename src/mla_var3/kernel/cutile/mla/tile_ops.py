@@ -53,11 +53,7 @@ spills; with one part the compiler fails for sm_100 (cuTile 1.7)."""
 def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):
     """Number of KV positions that a query row sees: `length - s + query + 1`, or all of them.
 
-    Args:
-        row: int32 tile or scalar; ROWS_PER_QUERY consecutive rows belong to one query token.
-        length: KV length of the request.
-        s: query tokens of the request.
-        CAUSAL: compile-time flag.
+    ROWS_PER_QUERY consecutive rows (int32 tile or scalar) belong to one query token.
     """
     if CAUSAL:
         return ct.minimum(length - s + 1 + row // ROWS_PER_QUERY, length)
@@ -111,13 +107,9 @@ def needs_mask(tile, full_tile):
 
 
 def softmax_step(scores, m, l, scale_log2e):  # noqa: E741 - l is the usual name of the row sum
-    """One online-softmax step over a tile of scores.
+    """One online-softmax step over float32 scores [BM, BN], of which masked entries are -inf.
 
-    Args:
-        scores: [BM, BN] float32 scores, masked entries are -inf.
-        m: [BM, 1] running row maximum in base 2, SCORE_FLOOR before the first key.
-        l: [BM, 1] running row sum.
-        scale_log2e: softmax scale times log2 e.
+    m, l [BM, 1]: running row maximum in base 2, SCORE_FLOOR before the first key; row sum.
 
     Returns:
         (p, alpha, m, l): probabilities [BM, BN] relative to the new maximum, the factor [BM, 1] by
@@ -369,34 +361,21 @@ def attend_cache(
     return acc_parts, m, l
 
 
-def attend_latent(
-    q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
-    c_kv, k_rope, request, first_tile, full_tile, last_tile,
-    first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
-):  # fmt: skip
-    """`attend_cache` over a dense cache in the dtype of the queries, without a tree."""
-    return attend_cache(
-        q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
-        c_kv, k_rope, c_kv, c_kv, c_kv, request, first_tile, full_tile, last_tile,
-        first_row, length, s, stop, scale_log2e, 0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-
-
-def attend_rows(
-    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
+def store_rows(
+    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, out, lse, index, batch, request,
     split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of one tile of query rows over one split of the request's KV tiles.
 
     Args:
         q_latent: array [.., s*H, K]. q_rope: array [.., s*H, P].
-        batch, row_tile: the row tile in these arrays. request: index into the cache.
+        out: array [..., s*H, K]. lse: array [..., s*H].
+        index: the row tile in both; its last entry is the number of the tile in the request.
+        batch: of the tile in the queries. request: index into the cache.
         split, splits: which of how many equal splits.
         Others: see `attend_cache`.
-
-    Returns:
-        What `attend_cache` returns.
     """
+    row_tile = index[-1]
     q = load_column_parts(q_latent, batch, row_tile, BM, KP, PARTS)
     qr = q[0]
     if P > 0:
@@ -422,12 +401,13 @@ def attend_rows(
         split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
         first_tile = split * split_tiles
         last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
-    return attend_cache(
+    acc_parts, m, l = attend_cache(
         q_latent, q_rope, batch, row_tile, q, qr,
         c_kv, k_rope, scales, table, tree, request, first_tile, max(lowest, 0) // BN,
         last_tile, first_row, length, s, length, scale_log2e,
         PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
+    store_column_parts(out, lse, index, acc_parts, m, l, BM, KP, PARTS)
 
 
 def attend_heads(
@@ -483,16 +463,21 @@ def log_sum_exp(m, l):  # noqa: E741
     return ct.where(seen, (m + ct.log2(ct.where(seen, l, 1.0))) * LN_2, NEG_INF)
 
 
-def store_column_parts(rows, index, acc_parts, l, BM, KP, PARTS):  # noqa: E741
-    """Store normalised PARTS tiles [BM, KP] into `rows` [..., s*h, K] at the row tile `index`."""
+def store_column_parts(rows, lse, index, acc_parts, m, l, BM, KP, PARTS):  # noqa: E741
+    """Store what `attend_cache` returned at the row tile `index`.
+
+    Args:
+        rows: array [..., s*H, K]. lse: array [..., s*H].
+    """
     lead = ct.static_eval((1,) * (len(index) - 1))
     for i in ct.static_iter(range(PARTS)):
         out = normalise(acc_parts[i], l).astype(rows.dtype)
         ct.store(rows, (*index, i), out.reshape((*lead, BM, KP)))
+    ct.store(lse, index, log_sum_exp(m, l).reshape((*lead, BM)))
 
 
 def store_old_tokens(
-    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse, request, row_tile, s, n, scale_log2e,
+    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse, tile, row_tiles, s, n, scale_log2e,
     CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """A latent work tile of mla_var6_plus: BM query rows over all but the n newest tokens.
@@ -500,8 +485,11 @@ def store_old_tokens(
     Args:
         q_latent: array [b, s*H, K]. q_rope: array [b, s*H, P].
         o_latent: array [b, s*H, K]. lse: array [b, s*H].
-        Others: see `attend_cache`.
+        tile, row_tiles: which one, in order of requests; tiles of a request.
+        Others: see `attend_cache`. The cache is dense and in the dtype of the queries.
     """
+    request = tile // row_tiles
+    row_tile = tile % row_tiles
     q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
     qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
     qr = qr.reshape((BM, P))
@@ -510,13 +498,35 @@ def store_old_tokens(
     first_row = row_tile * BM
     lowest = min(visible(first_row, length, s, CAUSAL, H), old)
     highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
-    acc_parts, m, l = attend_latent(
+    acc_parts, m, l = attend_cache(
         q_latent, q_rope, request, row_tile, q_parts, qr,
-        c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+        c_kv, k_rope, c_kv, c_kv, c_kv, request, 0, max(lowest, 0) // BN,
+        ct.cdiv(max(highest, 0), BN), first_row, length, s, old, scale_log2e,
+        0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
-    store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
-    ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+    store_column_parts(o_latent, lse, (request, row_tile), acc_parts, m, l, BM, KP, PARTS)
+
+
+def store_new_tokens(
+    q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse, tile, query_tiles, slots, s, n,
+    scale_log2e, CAUSAL, H, BM, BN, D, P,
+):  # fmt: skip
+    """A decompressed work tile of mla_var6_plus: BM queries of a head over the n newest tokens.
+
+    Args:
+        k_new, v_new: arrays [b, H, n, D]. k_rope_new: array [b, n, P].
+        tile, query_tiles: which one, by request and head; tiles of a head and request.
+        slots: most tokens of a request.
+        Others: see `store_head_tile`.
+    """
+    query_tile = tile % query_tiles
+    head = tile // query_tiles % H
+    request = tile // (query_tiles * H)
+    length = clamped_length(lengths, request, slots)
+    store_head_tile(
+        q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse, request, head, query_tile,
+        length, s, max(length - n, 0), scale_log2e, CAUSAL, BM, BN, D, P,
+    )  # fmt: skip
 
 
 def store_head_tile(

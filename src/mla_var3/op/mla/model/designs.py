@@ -85,7 +85,7 @@ def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") 
     estimator = _VERSIONS.get((kernel, language)) or _DESIGNS.get(design)
     if estimator is None:
         return None
-    target = Target(kernel, language, spec, None, work.cache_dtype)
+    target = Target(kernel, language, spec, work.problem.dtype, cache_dtype=work.cache_dtype)
     own = target.of(kernel)
     if own.rates is None:
         own = replace(target.of(design), kernel=kernel)
@@ -109,45 +109,36 @@ def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimat
 
 
 def _flash_mla(work: Workload, target: Target) -> Estimate:
-    cost = flash_mla_cost(work.problem, work.token_bytes)
-    tiles = _latent_tiles(work.problem)
-    filled = _filled(work.problem, tiles)
-    time_us = attention_us(cost, tiles, target, work.problem.dtype, filled)
-    return _estimate(target, work.problem, time_us, [cost], _projections(work, target), latent=cost)
+    cost, tiles = flash_mla_cost(work.problem, work.token_bytes), _latent_tiles(work.problem)
+    time_us = attention_us(cost, tiles, target, _filled(work.problem, tiles))
+    return _estimate(target, time_us, [cost], _projections(work, target), latent=cost)
 
 
 def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
-    problem = work.problem
+    problem, tiles = work.problem, _latent_tiles(work.problem)
     splits = split_count(problem, target.spec.sm_count)
-    attention, merge = flash_mla_split_kv_stages(problem, splits, work.token_bytes)
-    tiles = _latent_tiles(problem)
-    filled = _filled(problem, tiles)
-    time_us = attention_us(attention, tiles * splits, target, problem.dtype, filled)
+    costs = flash_mla_split_kv_stages(problem, splits, work.token_bytes)
+    time_us = attention_us(costs[0], tiles * splits, target, _filled(problem, tiles))
+    around, choice = _projections(work, target), {"splits": splits}
+    merge_us = costs[1].time_us(*target.other_rates)
     return _estimate(
-        target,
-        problem,
-        time_us,
-        [attention, merge],
-        _projections(work, target),
-        latent=attention,
-        merge_us=merge.time_us(*target.rates_for(problem.dtype)),
-        choice={"splits": splits},
+        target, time_us, costs, around, latent=costs[0], merge_us=merge_us, choice=choice
     )
 
 
 def _flash_attention(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_attention_cost(work.problem)
     tiles = _head_tiles(problem)
-    time_us = attention_us(cost, tiles, target, problem.dtype, _filled(problem, tiles))
+    time_us = attention_us(cost, tiles, target, _filled(problem, tiles))
     has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
     has_copy = has_copy and work.window_dtype is None and work.whole_copy
     around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
-    return _estimate(target, problem, time_us, [cost], around, heads=cost)
+    return _estimate(target, time_us, [cost], around, heads=cost)
 
 
 def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
     """The n newest tokens decompressed, the older ones latent."""
-    model = fitted_mix(target, work.problem.dtype, form)
+    model = fitted_mix(target, form)
     n, around = _window(work, target, model)
     if model is None:
         return _mix_by_rates(work.problem, n, form, target, around)
@@ -162,16 +153,16 @@ def _mix_by_model(
     The ends are the pure paths: nothing decompressed is latent attention and the merge kernel, a
     window that holds every token is decompressed attention.
     """
-    whole, dtype = n >= problem.longest, problem.dtype
+    whole = n >= problem.longest
     at, parts = model.at(problem, n), mix_work(problem, n, model.form)
-    burst, combine = target.spec.burst_rates(dtype), decompress_combine_cost(problem)
+    burst, combine = target.spec.burst_rates(target.dtype), decompress_combine_cost(problem)
     latent, heads = target.of("flash_mla"), target.of("flash_attention")
     merge_us, costs = 0.0, [parts.latent + parts.heads]
     if n == 0 and latent.rates is not None:
-        time_us = attention_us(parts.latent, _latent_tiles(problem), latent, dtype)
+        time_us = attention_us(parts.latent, _latent_tiles(problem), latent)
         merge_us = _work_us(OUTPUT_PROJECTION, combine, burst)
     elif whole and model.form is PLAIN and heads.rates is not None:
-        time_us = attention_us(parts.heads, _head_tiles(problem), heads, dtype)
+        time_us = attention_us(parts.heads, _head_tiles(problem), heads)
     elif whole:
         time_us = at.attention_us + (heads.rates.fixed_us if heads.rates else 0.0)
     else:
@@ -183,17 +174,8 @@ def _mix_by_model(
     if not whole:
         query_us = _work_us(QUERY_PROJECTION, query_projection_cost(problem), burst)
         around, costs = {**around, "query projection": query_us}, [*costs, combine]
-    found = _estimate(
-        target,
-        problem,
-        time_us,
-        costs,
-        around,
-        latent=parts.latent,
-        heads=parts.heads,
-        merge_us=merge_us,
-        choice={"n": n},
-    )
+    work = {"latent": parts.latent, "heads": parts.heads}
+    found = _estimate(target, time_us, costs, around, **work, merge_us=merge_us, choice={"n": n})
     return _by_parameters(found, model, mixes=n > 0 and not whole)
 
 
@@ -202,29 +184,19 @@ def _mix_by_rates(
 ) -> Estimate:
     """The mix of cuTile, or anywhere at the vendor's peaks."""
     parts, longest = mix_work(problem, n, form), problem.longest
+    work, choice = {"latent": parts.latent, "heads": parts.heads}, {"n": n}
     if target.rates is None and n >= longest:
         # A lower bound: some kernels then leave out projections and merge, others do not.
-        time_us = attention_us(parts.heads, _head_tiles(problem), target, problem.dtype)
-        return _estimate(
-            target, problem, time_us, [parts.heads], around, heads=parts.heads, choice={"n": n}
-        )
-    query_us = _part_us(target, QUERY_PROJECTION, query_projection_cost(problem), problem.dtype)
+        time_us = attention_us(parts.heads, _head_tiles(problem), target)
+        return _estimate(target, time_us, [parts.heads], around, heads=parts.heads, choice=choice)
+    around["query projection"] = _part_us(target, QUERY_PROJECTION, query_projection_cost(problem))
     tiles = _latent_tiles(problem) if n < longest or n == 0 else 0
     tiles += _head_tiles(problem) if n else 0
     attention = attention_block_specialized_cost(problem, n, form)
     combine = decompress_combine_cost(problem)
-    merge_us = combine.time_us(*target.rates_for(problem.dtype)) + (MIX_US if target.rates else 0.0)
-    found = _estimate(
-        target,
-        problem,
-        attention_us(attention, tiles, target, problem.dtype),
-        [attention, combine],
-        {**around, "query projection": query_us},
-        latent=parts.latent,
-        heads=parts.heads,
-        merge_us=merge_us,
-        choice={"n": n},
-    )
+    merge_us = combine.time_us(*target.other_rates) + (MIX_US if target.rates else 0.0)
+    time_us, costs = attention_us(attention, tiles, target), [attention, combine]
+    found = _estimate(target, time_us, costs, around, **work, merge_us=merge_us, choice=choice)
     return replace(found, mixes=0 < n < longest)
 
 
@@ -237,26 +209,18 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     shared = SharedPrefixProblem(problem, min(work.prefix, problem.t))
     attention = shared_prefix_attention_cost(shared)
     latent = flash_mla_cost(problem, tokens=shared.own_tokens)
-    time_us = attention.time_us(*target.rates_for(problem.dtype))
+    time_us = attention.time_us(*target.other_rates)
     if target.rates is not None:
         time_us = target.rates.fixed_us + target.rates.work_us(attention.flops, attention.bytes)
     around, costs, merge_us = {}, [attention], 0.0
     if shared.own_tokens:
         costs.append(decompress_combine_cost(problem))
-        merge_us = costs[1].time_us(*target.rates_for(problem.dtype))
+        merge_us = costs[1].time_us(*target.other_rates)
         projection = query_projection_cost(problem)
-        around["query projection"] = _part_us(target, QUERY_PROJECTION, projection, problem.dtype)
-    return _estimate(
-        target,
-        problem,
-        time_us,
-        costs,
-        around,
-        latent=latent,
-        heads=Cost(attention.flops - latent.flops, attention.bytes - latent.bytes),
-        merge_us=merge_us,
-        choice={"prefix": shared.prefix},
-    )
+        around["query projection"] = _part_us(target, QUERY_PROJECTION, projection)
+    heads = Cost(attention.flops - latent.flops, attention.bytes - latent.bytes)
+    work_of, choice = {"latent": latent, "heads": heads}, {"prefix": shared.prefix}
+    return _estimate(target, time_us, costs, around, **work_of, merge_us=merge_us, choice=choice)
 
 
 def _grouped_prefix(work: Workload, target: Target) -> Estimate:
@@ -296,22 +260,15 @@ def _latent_prefix(work: Workload, target: Target) -> Estimate:
         and work.cache_dtype is None
         and overlap_sms(shared_tokens, own_tokens, target.spec.sm_count)
     ):
-        time_us = attention_us(costs[0] + costs[1], sum(tiles), target, problem.dtype)
-        time_us += target.rates.fixed_us
+        time_us = attention_us(costs[0] + costs[1], sum(tiles), target) + target.rates.fixed_us
     else:
-        time_us = sum(
-            attention_us(cost, count, target, problem.dtype)
-            for cost, count in zip(costs, tiles, strict=True)
-        )
+        passes = zip(costs, tiles, strict=True)
+        time_us = sum(attention_us(cost, count, target) for cost, count in passes)
+    around = _projections(work, target) | ({"layout": LAYOUT_US} if work.prefix else {})
+    merge_us, latent = _part_us(target, QUERY_PROJECTION, merge), costs[0] + costs[1]
+    costs, choice = [*costs, merge], {"prefix": shared.prefix}
     return _estimate(
-        target,
-        problem,
-        time_us,
-        [*costs, merge],
-        {**_projections(work, target), **({"layout": LAYOUT_US} if work.prefix else {})},
-        latent=costs[0] + costs[1],
-        merge_us=_part_us(target, QUERY_PROJECTION, merge, problem.dtype),
-        choice={"prefix": shared.prefix},
+        target, time_us, costs, around, latent=latent, merge_us=merge_us, choice=choice
     )
 
 
@@ -322,15 +279,15 @@ def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
     name = "mla_var6_plus_v5" if model.form is FP8 else "mla_var6_plus"
     if n == 0 or (whole and model.form is PLAIN):
         name = "flash_mla" if n == 0 else "flash_attention"
-    target = Target(name, "cute-dsl" if fitted else "", spec, None)
+    target = Target(name, "cute-dsl" if fitted else "", spec, problem.dtype)
     if not fitted or (target.of("flash_mla").rates is None and (n == 0 or whole)):
         at, parts = model.at(problem, n), mix_work(problem, n, model.form)
         around = {"projections and merge": at.others_us} if at.others_us else {}
-        costs = [parts.latent + parts.heads]
+        costs, choice = [parts.latent + parts.heads], {"n": n}
+        latent, heads = parts.latent, parts.heads
         found = _estimate(
-            target, problem, at.attention_us, costs, around, latent=parts.latent, heads=parts.heads,
-            choice={"n": n},
-        )  # fmt: skip
+            target, at.attention_us, costs, around, latent=latent, heads=heads, choice=choice
+        )
         return _by_parameters(found, model, mixes=n > 0 and not whole)
     if name.startswith("mla_var6_plus"):
         return _mix_by_model(problem, n, model, target, {})
@@ -362,11 +319,11 @@ _VERSIONS: dict[tuple[str, str], Estimator] = {
 LANGUAGES = ("cute-dsl", "cutile-dsl")
 
 
-def fitted_mix(target: Target, dtype: str, form: WindowForm = PLAIN) -> MixModel | None:
+def fitted_mix(target: Target, form: WindowForm = PLAIN) -> MixModel | None:
     """The model of the mix where it was fitted to kernels of the language on the device."""
     if target.language != "cute-dsl":
         return None
-    parameters = mix_parameters(target.spec, dtype)
+    parameters = mix_parameters(target.spec, target.dtype)
     return MixModel(parameters, form) if parameters.fitted else None
 
 
@@ -389,7 +346,7 @@ def _window(work: Workload, target: Target, model: MixModel | None) -> tuple[int
         around["decompression"] = _decompression_us(problem, n, target)
     if work.window and target.language not in READS_RINGS:
         moved = Cost(0, 2 * decompressed_bytes(problem, n))
-        around["ring in order"] = moved.time_us(*target.rates_for(problem.dtype))
+        around["ring in order"] = moved.time_us(*target.other_rates)
     return n, around
 
 
@@ -401,7 +358,7 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
     own = own and problem.b * problem.s <= OWN_PROJECTION_QUERIES
     own = own and problem.d in PROJECTED_D and problem.v in PROJECTED_V
     return {
-        name: _part_us(target, OWN_PROJECTION if own else effort, cost(problem), problem.dtype)
+        name: _part_us(target, OWN_PROJECTION if own else effort, cost(problem))
         for name, effort, cost in (
             ("query projection", QUERY_PROJECTION, query_projection_cost),
             ("output projection", OUTPUT_PROJECTION, output_up_projection_cost),
@@ -410,7 +367,7 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
 
 
 def _decompression_us(problem: MlaProblem, tokens: int, target: Target) -> float:
-    return _part_us(target, DECOMPRESSION, decompression_cost(problem, tokens), problem.dtype)
+    return _part_us(target, DECOMPRESSION, decompression_cost(problem, tokens))
 
 
 def part_us(
@@ -422,9 +379,9 @@ def part_us(
     return _work_us(effort, cost, spec.burst_rates(dtype))
 
 
-def _part_us(target: Target, effort: tuple[float, float], cost: Cost, dtype: str) -> float:
-    fitted = target.rates is not None or fitted_mix(target, dtype) is not None
-    return part_us(target.spec, effort, cost, dtype, fitted=fitted)
+def _part_us(target: Target, effort: tuple[float, float], cost: Cost) -> float:
+    fitted = target.rates is not None or fitted_mix(target) is not None
+    return part_us(target.spec, effort, cost, target.dtype, fitted=fitted)
 
 
 def _work_us(effort: tuple[float, float], cost: Cost, rates: tuple[float, float]) -> float:
@@ -433,7 +390,6 @@ def _work_us(effort: tuple[float, float], cost: Cost, rates: tuple[float, float]
 
 def _estimate(
     target: Target,
-    problem: MlaProblem,
     attention_us: float,
     costs: Sequence[Cost],
     around: dict[str, float],
@@ -455,7 +411,7 @@ def _estimate(
         limit_us=limit_us,
         around=around,
         cost=sum(costs[1:], start=costs[0]),
-        bound=costs[0].bound(*target.rates_for(problem.dtype)),
+        bound=costs[0].bound(*target.other_rates),
         fitted=rates is not None and not target.borrowed,
         error=0.0 if rates is None or target.borrowed else rates.error,
         source=BORROWED if target.borrowed else IDEAL if rates is None else rates.source,

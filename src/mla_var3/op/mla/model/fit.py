@@ -45,12 +45,10 @@ class MixRecord:
     """One measured time of the attention stage.
 
     Attributes:
-        b, s, t, h: Sizes, every request with `t` tokens.
+        b, s, t, h, d, p, k, dtype: The problem, every request with `t` tokens.
         n: Decompressed tokens per request.
         sms: SMs of the latent work; the others did, or were kept free for, the decompressed one.
         time_us: The measured time of the attention, without projections and merge.
-        d, p, k: Widths.
-        dtype: Element type of the queries and the latent cache.
         form: How the window was stored, "plain" or "fp8".
     """
 
@@ -68,7 +66,6 @@ class MixRecord:
     form: str = "plain"
 
     def __post_init__(self) -> None:
-        """Checks what the problem does not."""
         number = isinstance(self.time_us, (int, float)) and not isinstance(self.time_us, bool)
         if not number or not 0 < self.time_us < math.inf:
             raise InvalidArgumentError("time_us", "a positive number", repr(self.time_us))

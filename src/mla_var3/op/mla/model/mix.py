@@ -30,7 +30,7 @@ from typing import Literal, get_args
 
 from mla_var3.conf.kernel_rates import energy_rates
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.cost import Cost
+from mla_var3.op.cost import NOTHING, Cost
 from mla_var3.op.mla.cost import (
     decompress_combine_cost,
     decompressed_bytes,
@@ -47,7 +47,6 @@ from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 MixBound = Literal["latent", "heads", "chip", "memory", "together"]
 """What the attention may wait for, by the fields of `MixTime`."""
 
-_NOTHING = Cost(0, 0)
 WORTH_MIXING = 0.08
 """The share that a mix must gain over the better pure path before a plan mixes. It is the model's
 error on single rows: with less, mixes that are slower than a pure path would be chosen."""
@@ -125,12 +124,12 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     new = problem.tokens_up_to(n)
     if n == 0:
         others = (query_projection_cost(problem), output_up_projection_cost(problem))
-        return MixWork(flash_mla_cost(problem), _NOTHING, others)
+        return MixWork(flash_mla_cost(problem), NOTHING, others)
     heads = flash_attention_cost(problem, new)
     smaller = PLAIN.token_bytes(problem) - form.token_bytes(problem)
     heads = Cost(heads.flops, heads.bytes - new * smaller)
     if n >= problem.longest:
-        return MixWork(_NOTHING, heads, (), form.effort)
+        return MixWork(NOTHING, heads, (), form.effort)
     latent = flash_mla_cost(problem, tokens=problem.total_tokens - new)
     others = (query_projection_cost(problem), decompress_combine_cost(problem))
     return MixWork(latent, heads, others, form.effort)
@@ -147,7 +146,7 @@ def part_times_us(
     sms, rest = parameters.sm_count, parameters.sm_count - split
     latent, heads = _alone_us(parameters, work, split, rest)
     one_by_one = 0.0
-    if work.latent != _NOTHING and work.heads != _NOTHING:
+    if work.latent != NOTHING and work.heads != NOTHING:
         if parameters.together.value:
             one_by_one = sum(_alone_us(parameters, work, sms, sms))
         lost = parameters.lost_to_stream(rest)
@@ -171,29 +170,21 @@ class MixModel:
     form: WindowForm = PLAIN
 
     def time_us(self, problem: MlaProblem, n: int, split: int) -> MixTime:
-        """The time of one choice.
-
-        Args:
-            problem: Sizes and lengths, in the dtype of the parameters.
-            n: Decompressed tokens per request, `0..t`.
-            split: SMs of the latent work, from 0 to all.
-        """
-        self._require_dtype(problem)
+        """The time of n decompressed tokens per request, with 0 to all SMs for the latent work."""
         most = self.parameters.sm_count
         require_int("split", split, minimum=0, maximum=most, maximum_name="sm_count")
-        return self._time(mix_work(problem, n, self.form), n, split)
+        return self._time(self._work(problem, n), n, split)
 
     def best_split(self, problem: MlaProblem, n: int) -> int:
         """The SMs that the latent work should get for one `n`."""
-        self._require_dtype(problem)
-        return self.split_of(mix_work(problem, n, self.form))
+        return self.split_of(self._work(problem, n))
 
     def split_of(self, work: MixWork) -> int:
         """The SMs that the latent part of some work should get: all or none if it is alone."""
         sms = self.parameters.sm_count
-        if work.heads == _NOTHING:
+        if work.heads == NOTHING:
             return sms
-        if work.latent == _NOTHING:
+        if work.latent == NOTHING:
             return 0
         # More SMs make the latent work shorter and the other longer: look for the crossing.
         low, high = 1, sms - 1
@@ -209,8 +200,7 @@ class MixModel:
 
     def at(self, problem: MlaProblem, n: int) -> MixTime:
         """The time of one `n` at its best split."""
-        self._require_dtype(problem)
-        work = mix_work(problem, n, self.form)
+        work = self._work(problem, n)
         return self._time(work, n, self.split_of(work))
 
     def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
@@ -218,7 +208,6 @@ class MixModel:
 
         The ends count as the pure paths that they are.
         """
-        self._require_dtype(problem)
         require_int("multiple", multiple, minimum=1)
         candidates = self.candidates(problem, max_bytes, multiple)
         return fastest_window(candidates, lambda n: self.at(problem, n).total_us)
@@ -275,11 +264,12 @@ class MixModel:
         others = sum(cost.time_us(*rates) + launch for cost in work.others)
         return MixTime(n, split, *parts, attention_us=max(parts) + launch, others_us=others)
 
-    def _require_dtype(self, problem: MlaProblem) -> None:
+    def _work(self, problem: MlaProblem, n: int) -> MixWork:
         if problem.dtype != self.parameters.dtype:
             raise InvalidArgumentError(
                 "problem.dtype", f"{self.parameters.dtype}, as the parameters", problem.dtype
             )
+        return mix_work(problem, n, self.form)
 
 
 def fastest_window(candidates: Sequence[int], time_us: Callable[[int], float]) -> int:
@@ -316,7 +306,7 @@ def _alone_us(
 
 
 def _part_us(parameters: MixParameters, cost: Cost, sms: int, tflops_per_sm: float) -> float:
-    if cost == _NOTHING:
+    if cost == NOTHING:
         return 0.0
     if sms == 0:
         return math.inf

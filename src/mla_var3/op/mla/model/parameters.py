@@ -95,7 +95,6 @@ class MixParameters:
     launch_us: Parameter
 
     def __post_init__(self) -> None:
-        """Checks every field; an error names it, what was expected and what came."""
         require_int("sm_count", self.sm_count, minimum=2)
         if self.dtype not in DTYPES:
             raise InvalidArgumentError("dtype", " or ".join(DTYPES), repr(self.dtype))

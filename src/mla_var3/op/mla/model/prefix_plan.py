@@ -68,7 +68,6 @@ class PrefixPlan:
         return way.copy_bytes * self.layers <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
         return {
             "predicted": True,
             "problem": asdict(self.shared.problem),

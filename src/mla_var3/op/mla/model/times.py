@@ -73,6 +73,7 @@ class Target:
 
     Attributes:
         language: Language key; empty for any.
+        dtype: Of the products.
         rates: What the version, or the base version of its design, reached there; None if it was
             never timed.
         cache_dtype: Format of the 8-bit latent cache that it reads; None for 16 bits.
@@ -82,7 +83,8 @@ class Target:
     kernel: str
     language: str
     spec: DeviceSpec
-    rates: KernelRates | None
+    dtype: str
+    rates: KernelRates | None = None
     cache_dtype: str | None = None
     borrowed: bool = False
 
@@ -99,9 +101,11 @@ class Target:
         """Whether it multiplies an 8-bit cache in 8 bits; cuTile converts it to 16 bits."""
         return self.cache_dtype is not None and self.language != "cutile-dsl"
 
-    def rates_for(self, dtype: str) -> tuple[float, float]:
+    @property
+    def other_rates(self) -> tuple[float, float]:
         """TFLOP/s and GB/s of work without rates of its own: burst, or the peaks if ideal."""
-        return self.spec.peak_rates(dtype) if self.rates is None else self.spec.burst_rates(dtype)
+        ideal = self.rates is None
+        return self.spec.peak_rates(self.dtype) if ideal else self.spec.burst_rates(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -168,21 +172,11 @@ class Estimate:
         return f"fitted, {self.source}" if self.fitted else self.source
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
+        times = ("kernel_us", "call_us", "steady_kernel_us", "steady_call_us")
         return {
-            "kernel": self.kernel,
-            "language": self.language,
-            "kernel_us": self.kernel_us,
-            "call_us": self.call_us,
-            "steady_kernel_us": self.steady_kernel_us,
-            "steady_call_us": self.steady_call_us,
-            "around_us": dict(self.around),
-            "flops": self.cost.flops,
-            "bytes": self.cost.bytes,
-            "bound": self.bound,
-            "fitted": self.fitted,
-            "error": self.error,
-            "source": self.source,
+            **{name: getattr(self, name) for name in ("kernel", "language", *times)},
+            **{"around_us": dict(self.around), "flops": self.cost.flops, "bytes": self.cost.bytes},
+            **{name: getattr(self, name) for name in ("bound", "fitted", "error", "source")},
             **self.choice,
         }
 
@@ -211,33 +205,25 @@ def power_limit_us(
     return rates.least_us(joules) + others_us
 
 
-def attention_us(cost: Cost, tiles: int, target: Target, dtype: str, filled: float = 1.0) -> float:
-    """Burst time of an attention kernel with so many query tiles.
+def attention_us(cost: Cost, tiles: int, target: Target, filled: float = 1.0) -> float:
+    """Burst time of an attention kernel with so many query tiles, a share of their rows `filled`.
 
     A kernel that splits its work over the KV tokens does so where that is faster than whole tiles
     on some of the SMs. Those in cuTile do not, and compute whole tiles.
-
-    Args:
-        cost: FLOPs and bytes.
-        tiles: query tiles.
-        target: the kernel and the device.
-        dtype: of the products.
-        filled: share of the tiles' rows that are query rows.
     """
     rates, sms = target.rates, target.spec.sm_count
     whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
-    fill = tiles / (-(-tiles // sms) * sms)  # share of SM turns that have a work tile
+    turns = -(-tiles // sms)
+    fill = tiles / (turns * sms)  # share of SM turns that have a work tile
     if rates is None:
-        tflops, gbps = target.spec.peak_rates(dtype)
+        tflops, gbps = target.other_rates
         if target.has_8_bit_products:
             tflops *= FP8_SPEED
         return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
     if whole_tiles:
-        turns = -(-tiles // sms)
         work_us = rates.work_us(cost.flops / (fill * filled), cost.bytes)
         return rates.fixed_us + turns * rates.tile_us + work_us
-    even_us = rates.work_us(cost.flops, cost.bytes)
-    even_us += tiles / sms * rates.tile_us
+    even_us = rates.work_us(cost.flops, cost.bytes) + tiles / sms * rates.tile_us
     whole_us = even_us / fill
     if rates.cut_us is not None:
         whole_us = min(whole_us, even_us + rates.cut_us)

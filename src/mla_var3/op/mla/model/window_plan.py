@@ -13,18 +13,9 @@ from mla_var3.op.mla.model.mix import WORTH_MIXING, MixBound, MixModel, fastest_
 from mla_var3.op.mla.model.times import Estimate
 from mla_var3.op.mla.problem import MlaProblem, require_int
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_prefix}ib": 2 ** (10 * _power), f"{_prefix}b": 10 ** (3 * _power)}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)")
 # Points of a curve; more would only make tables and plots larger.
 _CURVE_POINTS = 64
@@ -37,8 +28,7 @@ class PlanPoint:
     Attributes:
         n: Decompressed tokens per request.
         window_bytes: Memory of the window in one layer, for the whole batch.
-        estimate: Kernel and call time per layer: of latent attention at `n = 0`, of decompressed
-            attention for a window that holds every token, of the mix in between.
+        estimate: Kernel and call time per layer, see `window_estimate`.
         sms: SMs of the latent work.
         bound: What the attention waits for.
         joules: Energy of its attention, per layer; None where it is not known.
@@ -57,7 +47,6 @@ class PlanPoint:
         return self.estimate.advised_us
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
         return {
             **self.estimate.to_dict(),
             "n": self.n,
@@ -102,7 +91,6 @@ class WindowPlan:
         return self.model.parameters.fitted
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
         return {
             "predicted": True,
             "problem": asdict(self.problem),
@@ -164,16 +152,8 @@ def plan_window(
 
     chosen, unlimited = best(budget_bytes // layers), best(None)
     curve = plan_curve(problem, model, multiple, (chosen, unlimited))
-    return WindowPlan(
-        problem=problem,
-        model=model,
-        layers=layers,
-        budget_bytes=budget_bytes,
-        multiple=multiple,
-        chosen=points[chosen],
-        unlimited=points[unlimited],
-        curve=curve,
-    )
+    found = points[chosen], points[unlimited]
+    return WindowPlan(problem, model, layers, budget_bytes, multiple, *found, curve)
 
 
 def plan_curve(
@@ -188,15 +168,9 @@ def plan_curve(
 
 def plan_point(problem: MlaProblem, model: MixModel, n: int) -> PlanPoint:
     """One window at its best split of the SMs."""
-    at = model.at(problem, n)
-    return PlanPoint(
-        n=n,
-        window_bytes=decompressed_bytes(problem, n, model.form),
-        estimate=window_estimate(problem, n, model),
-        sms=at.split,
-        bound=at.bound,
-        joules=model.joules(problem, n),
-    )
+    at, window_bytes = model.at(problem, n), decompressed_bytes(problem, n, model.form)
+    estimate, joules = window_estimate(problem, n, model), model.joules(problem, n)
+    return PlanPoint(n, window_bytes, estimate, at.split, at.bound, joules)
 
 
 def parse_bytes(text: str) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.cost import flash_mla_cost, mix_cost
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
@@ -49,7 +49,6 @@ class SharedPrefixProblem:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        """Checks both fields."""
         if not isinstance(self.problem, MlaProblem):
             raise InvalidArgumentError("problem", "an MlaProblem", repr(self.problem))
         require_int("prefix", self.prefix, minimum=0, maximum=self.problem.t, maximum_name="t")
@@ -81,20 +80,11 @@ def shared_prefix_attention_cost(shared: SharedPrefixProblem, form: WindowForm =
     """Attention over the decompressed prefix and the latent own tokens.
 
     Reads all three query forms, the prefix once for the batch and the latent rows of the own
-    tokens; writes a latent and a decompressed partial output, each with its LSE.
-
-    Args:
-        shared: The problem.
-        form: How keys and values of the prefix are stored.
+    tokens; writes a latent and a decompressed partial output, each with its LSE. `form` is how keys
+    and values of the prefix are stored.
     """
-    problem = shared.problem
-    d, p, k, v = problem.d, problem.p, problem.k, problem.v
-    rows = problem.b * problem.s * problem.h
-    per_pair = 2 * problem.h * problem.s
-    flops = per_pair * (shared.prefix_pairs * (d + p + v) + shared.own_tokens * (2 * k + p))
-    elements = rows * (d + k + p) + shared.own_tokens * (k + p) + rows * (k + v)
-    prefix = shared.prefix_tokens * form.token_bytes(problem)
-    return Cost(flops, elements * problem.element_size + prefix + 2 * rows * _FLOAT32)
+    pairs, once = shared.prefix_pairs, shared.prefix_tokens
+    return mix_cost(shared.problem, shared.own_tokens, pairs, form, stored=once)
 
 
 def latent_copied_cost(shared: SharedPrefixProblem) -> Cost:
@@ -130,13 +120,7 @@ def latent_shared_passes(shared: SharedPrefixProblem) -> tuple[MlaProblem, MlaPr
 def overlap_sms(shared: float, own: float, sms: int) -> int:
     """SMs of the latent pass over shared tokens beside the one over own tokens, by their work.
 
-    Args:
-        shared: tokens times query tiles of the pass over shared tokens.
-        own: the same of the other pass.
-        sms: SMs of the device.
-
-    Returns:
-        0 where one pass runs after the other.
+    The work of a pass is its tokens times its query tiles. 0 where one pass runs after the other.
     """
     if not 0 < (shared + own) * TOKEN_US / sms <= OVERLAP_US:
         return 0

@@ -42,13 +42,7 @@ class SharedPrefixInputs:
 def make_shared_prefix_inputs(
     shared: SharedPrefixProblem, device: torch.device | str, seed: int | None = None
 ) -> SharedPrefixInputs:
-    """Makes random inputs whose requests have the same first tokens.
-
-    Args:
-        shared: The problem.
-        device: Where the tensors live. On "meta" they have shapes and no values.
-        seed: Makes the values repeatable on one kind of device; None draws fresh ones.
-    """
+    """Makes random inputs whose requests have the same first tokens; see `make_inputs`."""
     problem, prefix = shared.problem, shared.prefix
     # Drawn at full length first: the prefix must hold tokens although request 0 may be shorter.
     plain = make_inputs(replace(problem, lengths=None), device, seed)
@@ -86,21 +80,9 @@ def reference_shared_prefix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shared prefix decompressed, the own tokens in the latent space, under one softmax.
 
-    Args:
-        q_nope: `[b, s, h, d]`.
-        q_latent: `[b, s, h, k]`.
-        q_rope: `[b, s, h, p]`.
-        k_prefix: `[h, prefix, d]`, slot `j` at position `j` of every request.
-        v_prefix: `[h, prefix, v]`.
-        k_rope_prefix: `[prefix, p]`.
-        c_kv: `[b, t, k]`; of request `r` only positions from `prefix` to its length are read.
-        k_rope: `[b, t, p]`, likewise.
-        w_uv: `[h, k, v]`, for the latent share of the output.
-        lengths: KV tokens of each request, the prefix counted, `[b]`.
-        **options: Mask, scale and dtype, see `attend`.
-
-    Returns:
-        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
+    Operands as of `SharedPrefixInputs`, slot = position. Of the latent cache only positions from
+    `prefix` to a request's length are read. The other operands, the options and the results are
+    those of `op/mla/reference.py`.
     """
     b, t, _ = c_kv.shape
     prefix = _require_prefix(k_prefix, v_prefix, k_rope_prefix, t)

@@ -66,11 +66,7 @@ class PackedWindow(NamedTuple):
     def by_slot(
         self, requests: torch.Tensor, slots: torch.Tensor
     ) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
-        """Views of keys, values and scales, each with the indices of some slots.
-
-        Args:
-            requests: int64 `[m]`.
-            slots: int64 `[m]`.
+        """Views of keys, values and scales, each with the indices of slots `[m]` of requests `[m]`.
 
         Returns:
             Views that give `[m, h, d]`, `[m, h, v]` (both as bytes) and `[m, h, 2]` at the indices.
@@ -92,11 +88,9 @@ def padded_slots(n: int) -> int:
 def quantise_tokens(
     keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens in 8 bits as `PackedWindow.by_slot` takes them; nothing is read back.
+    """Keys `[m, h, d]` and values `[m, h, v]` in 8 bits, as `PackedWindow.by_slot` takes them.
 
-    Args:
-        keys: `[m, h, d]`.
-        values: `[m, h, v]`.
+    Nothing is read back.
 
     Returns:
         Bytes of the keys and of the values, and their scales `[m, h, 2]`.
@@ -107,11 +101,9 @@ def quantise_tokens(
 
 
 def pack_window(k: QuantisedRows, v: QuantisedRows) -> PackedWindow:
-    """Lays out quantised keys and values; their numbers and scales stay what they are.
+    """Lays out quantised keys and values `[b, h, n, d]`; numbers and scales stay what they are.
 
-    Args:
-        k: Keys, `[b, h, n, d]` with scales `[b, h, n]`.
-        v: Values, `[b, h, n, v]`, likewise; their scales are powers of two.
+    The scales of the values are powers of two.
     """
     if k.values.dim() != 4:
         raise InvalidArgumentError("k", "[b, h, n, d]", list(k.values.shape))
@@ -134,12 +126,7 @@ def pack_window(k: QuantisedRows, v: QuantisedRows) -> PackedWindow:
 
 
 def unpack_window(packed: PackedWindow, n: int) -> tuple[QuantisedRows, QuantisedRows]:
-    """The quantised keys and values that were packed.
-
-    Args:
-        packed: Of `pack_window`.
-        n: Tokens of the window, without the padding.
-    """
+    """The quantised keys and values of the `n` tokens that were packed."""
     keys, values, scales = packed
     b, h, slots, _ = keys.shape
     if slots % SLOT_MULTIPLE:

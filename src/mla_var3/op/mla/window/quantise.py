@@ -25,7 +25,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 # The least scale: a subnormal one would become zero on a GPU that flushes them. It is also the
 # scale of a row of zeros, so that no kernel ever divides by zero or needs a branch.
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 _LEAST_EXPONENT = -60
 """Of a power of two. A kernel takes the scales of all tokens relative to the largest in float32, so
 they must not be worlds apart; values below 448 * 2**-60 do not matter to any output."""
@@ -45,7 +45,6 @@ class QuantisedRows:
     scales: torch.Tensor
 
     def __post_init__(self) -> None:
-        """Checks dtypes and shapes."""
         if self.values.dtype is not E4M3:
             raise InvalidArgumentError("values", E4M3, self.values.dtype)
         if self.scales.dtype is not torch.float32:
@@ -79,14 +78,11 @@ class FormErrors:
 
 
 def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRows:
-    """Rounds rows to 8 bits, each with its own scale.
+    """Rounds rows `[..., d]` of a 16- to 64-bit float to 8 bits, each with its own scale.
 
     A row with a NaN or an infinity has no scale and becomes NaN throughout: a slot without a token
-    stays poisoned, and an overflow is not hidden.
-
-    Args:
-        rows: Keys or values `[..., d]`, float16, bfloat16, float32 or float64.
-        powers_of_two: Whether scales are rounded up to powers of two, from 2**-60 on.
+    stays poisoned, and an overflow is not hidden. With `powers_of_two` scales are rounded up to
+    powers of two, from 2**-60 on.
     """
     if rows.dtype not in _SOURCES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SOURCES)
@@ -96,7 +92,7 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
     wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
     peaks = rows.abs().amax(-1).to(wide)
     # clamp keeps NaN, and turns a peak of zero into the least scale.
-    scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
+    scales = (peaks / E4M3_MAX).float().clamp(min=LEAST_SCALE)
     usable = peaks.isfinite() & scales.isfinite()
     if powers_of_two:
         mantissas, exponents = torch.frexp(scales)  # a mantissa is at least 0.5
@@ -108,23 +104,18 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
 
 
 def dequantise(rows: QuantisedRows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What quantised rows are worth, `[..., d]`.
+    """What quantised rows are worth, `[..., d]` in a dtype.
 
-    Args:
-        rows: The rows.
-        dtype: Of the result. The product is computed in float32, or in float64, where it is exact.
+    The product is computed in float32, or in float64, where it is exact.
     """
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     return (rows.values.to(wide) * rows.scales.to(wide)[..., None]).to(dtype)
 
 
 def form_errors(out: torch.Tensor, on_form: torch.Tensor, unrounded: torch.Tensor) -> FormErrors:
-    """Separates a kernel's error from that of the 8-bit form.
+    """Separates a kernel's error from that of the 8-bit form, by outputs of `reference_mix`.
 
-    Args:
-        out: Output of the kernel on the 8-bit window.
-        on_form: Of `reference_mix` on what the same window is worth, see `dequantise`.
-        unrounded: Of `reference_mix` on the keys and values before they were rounded.
+    `on_form` is that on what the 8-bit window is worth, `unrounded` the one before rounding.
     """
     return FormErrors(
         kernel=compare(out, on_form),

@@ -22,9 +22,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from mla_var3.kernel.cutile.mla.plan import CutilePlan
 from mla_var3.kernel.cutile.mla.tile_ops import clamped_length, store_head_tile
 from mla_var3.kernel.cutile.mla.tilings import HeadTiling
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.op.mla.reference import reference_decompressed
@@ -56,7 +57,7 @@ def flash_attention(
 
 
 @dataclass
-class CtFlashAttention(MlaPlan):
+class CtFlashAttention(CutilePlan):
     """Plan of the base version of flash_attention."""
 
     tiling: FlashAttentionTiling = field(default_factory=FlashAttentionTiling)
@@ -71,15 +72,11 @@ class CtFlashAttention(MlaPlan):
     ) -> tuple[Tensor, ...]:
         return reference_decompressed(*inputs, **self.attend_options(compute_dtype))
 
-    def _default_tiling(self, name: str) -> FlashAttentionTiling | None:
-        return self._autotune_configs()[0]
-
     def _autotune_configs(self) -> Sequence[FlashAttentionTiling]:
         return FlashAttentionTiling.candidates(self.target.code, self.s)
 
-    def _algorithmic_flops_bytes(self, tiling: FlashAttentionTiling) -> tuple[float, float]:
-        cost = flash_attention_cost(self.problem())
-        return cost.flops, cost.bytes
+    def cost(self) -> Cost:
+        return flash_attention_cost(self.problem())
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         q_nope, q_rope, keys, values, k_rope, lengths = inputs
@@ -96,17 +93,7 @@ class CtFlashAttention(MlaPlan):
             tensors = (q_nope, q_rope, keys, values, k_rope, lengths, o, lse)
             return (*tensors, self.scale_log2e, self.causal, tiling.Bm, tiling.Bn, d, p)
 
-        return CtKernel(
-            kernel_fn=flash_attention,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=[o, lse],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(flash_attention, grid_fn, args_fn, inputs, [o, lse])
 
 
 if __name__ == "__main__":

@@ -30,14 +30,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_rows,
-    log_sum_exp,
-    packed_queries,
-    store_column_parts,
-)
-from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan, LatentTiling
+from mla_var3.kernel.cutile.mla.tile_ops import packed_queries, store_rows
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.ct_kernel import CtKernel
 
@@ -48,20 +43,6 @@ ConstBool = ct.Constant[bool]
 @dataclass
 class FlashMLATiling(LatentTiling):
     """Bm query rows (s*h of one request, packed) against Bn latent tokens."""
-
-
-def store_rows(
-    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
-    batch, row_tile, request, s, scale_log2e,
-    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-):  # fmt: skip
-    """Attend with one tile of query rows and store output and LSE."""
-    acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
-        0, 1, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-    store_column_parts(o_latent, (batch, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse, (batch, row_tile), log_sum_exp(m, l).reshape((1, BM)))
 
 
 @ct.kernel
@@ -82,13 +63,13 @@ def flash_mla(
             store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
                 scales, lengths, table, tree, o_latent.slice(1, begin, end),
-                lse.slice(1, begin, end), 0, row_tile, request, count, scale_log2e,
+                lse.slice(1, begin, end), (0, row_tile), 0, request, 0, 1, count, scale_log2e,
                 PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         store_rows(
             q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
-            request, row_tile, request, s, scale_log2e,
+            (request, row_tile), request, request, 0, 1, s, scale_log2e,
             PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
@@ -105,11 +86,10 @@ class CtFlashMLA(LatentPlan):
     )  # fmt: skip
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return self.candidates(FlashMLATiling)
+        return FlashMLATiling.candidates(self)
 
-    def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
-        cost = flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)
-        return cost.flops, cost.bytes
+    def cost(self) -> Cost:
+        return flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
         operands = self.operands(LatentInputs.of(inputs))
@@ -121,31 +101,13 @@ class CtFlashMLA(LatentPlan):
             return (ct.cdiv(self.s * h, tiling.Bm), self.b)
 
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
-            return (
-                *operands.tensors,
-                o_latent.view(lead[0], lead[1] * h, k),
-                lse.view(lead[0], lead[1] * h),
-                self.scale_log2e,
-                self.s,
-                operands.scales,
-                *operands.options,
-                self.causal,
-                h,
-                *tiling.sides(k),
-                self.p,
-            )
+            rows = lead[0], lead[1] * h
+            given = (*operands.tensors, o_latent.view(*rows, k), lse.view(rows))
+            constants = (*operands.options, self.causal, h, *tiling.sides(k), self.p)
+            return (*given, self.scale_log2e, self.s, operands.scales, *constants)
 
-        return CtKernel(
-            kernel_fn=flash_mla,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=[tensor for tensor in inputs if tensor is not None],
-            output_tensors=operands.as_given(o_latent, lse),
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        results = operands.as_given(o_latent, lse)
+        return self.kernel(flash_mla, grid_fn, args_fn, inputs, results)
 
 
 if __name__ == "__main__":

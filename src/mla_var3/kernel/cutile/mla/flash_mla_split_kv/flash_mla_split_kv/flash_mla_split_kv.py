@@ -25,6 +25,7 @@ from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_r
     SplitKVReduceTiling,
 )
 from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_split_kv_cost, split_count
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.composite import KernelPipeline
@@ -63,16 +64,15 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return self.candidates(SplitKVPartialTiling)[0]
+            return SplitKVPartialTiling.candidates(self)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []
 
-    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
+    def cost(self) -> Cost:
         seen = self.problem().within(self.sliding_window)
-        cost = flash_mla_split_kv_cost(seen, self._chosen_splits(), self.token_bytes)
-        return cost.flops, cost.bytes
+        return flash_mla_split_kv_cost(seen, self._chosen_splits(), self.token_bytes)
 
     def _chosen_splits(self) -> int:
         return self.splits or split_count(

@@ -17,14 +17,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_rows,
-    log_sum_exp,
-    packed_queries,
-    store_column_parts,
-)
-from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan, LatentTiling
+from mla_var3.kernel.cutile.mla.tile_ops import packed_queries, store_rows
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.problem import require_int
@@ -38,20 +33,6 @@ ConstBool = ct.Constant[bool]
 @dataclass
 class SplitKVPartialTiling(LatentTiling):
     """Bm query rows (s*h of one request, packed) against Bn latent tokens of one split."""
-
-
-def store_partials(
-    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_partial, lse_partial,
-    batch, row_tile, request, split, splits, s, scale_log2e,
-    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-):  # fmt: skip
-    """Attend with one tile of query rows over one split and store its partial."""
-    acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
-        split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-    store_column_parts(o_partial, (batch, split, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse_partial, (batch, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
 
 
 @ct.kernel
@@ -71,17 +52,17 @@ def split_kv_partial(
         first, count = packed_queries(bounds, request, s, lse_partial.shape[2] // H)
         if row_tile * BM < count * H:
             begin, end = first * H, (first + count) * H
-            store_partials(
+            store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
                 scales, lengths, table, tree, o_partial.slice(2, begin, end),
                 lse_partial.slice(2, begin, end),
-                0, row_tile, request, split, splits, count, scale_log2e,
+                (0, split, row_tile), 0, request, split, splits, count, scale_log2e,
                 PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
-        store_partials(
+        store_rows(
             q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_partial, lse_partial,
-            request, row_tile, request, split, splits, s, scale_log2e,
+            (request, split, row_tile), request, request, split, splits, s, scale_log2e,
             PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
@@ -124,12 +105,11 @@ class CtSplitKVPartial(LatentPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return self.candidates(SplitKVPartialTiling)
+        return SplitKVPartialTiling.candidates(self)
 
-    def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
+    def cost(self) -> Cost:
         seen = self.problem().within(self.sliding_window)
-        cost = flash_mla_split_kv_stages(seen, self.splits, self.token_bytes)[0]
-        return cost.flops, cost.bytes
+        return flash_mla_split_kv_stages(seen, self.splits, self.token_bytes)[0]
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
         operands = self.operands(LatentInputs.of(inputs))
@@ -142,29 +122,9 @@ class CtSplitKVPartial(LatentPlan):
             return (ct.cdiv(self.s * h, tiling.Bm), splits, self.b)
 
         def args_fn(tiling: SplitKVPartialTiling) -> tuple[object, ...]:
-            return (
-                *operands.tensors,
-                o_partial.view(lead, splits, tokens * h, k),
-                lse_partial.view(lead, splits, tokens * h),
-                self.scale_log2e,
-                self.s,
-                splits,
-                operands.scales,
-                *operands.options,
-                self.causal,
-                h,
-                *tiling.sides(k),
-                self.p,
-            )
+            rows = lead, splits, tokens * h
+            given = (*operands.tensors, o_partial.view(*rows, k), lse_partial.view(rows))
+            constants = (*operands.options, self.causal, h, *tiling.sides(k), self.p)
+            return (*given, self.scale_log2e, self.s, splits, operands.scales, *constants)
 
-        return CtKernel(
-            kernel_fn=split_kv_partial,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=[tensor for tensor in inputs if tensor is not None],
-            output_tensors=[o_partial, lse_partial],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(split_kv_partial, grid_fn, args_fn, inputs, [o_partial, lse_partial])

@@ -14,9 +14,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from mla_var3.kernel.cutile.mla.plan import CutilePlan
 from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, SCORE_FLOOR, log_sum_exp, normalise
 from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.ct_kernel import CtKernel
@@ -81,7 +82,7 @@ def split_kv_reduce(
 
 
 @dataclass
-class CtSplitKVReduce(MlaPlan):
+class CtSplitKVReduce(CutilePlan):
     """Plan of the merging stage."""
 
     splits: int = field(default=1, metadata={"help": "splits of each request's tokens"})
@@ -106,17 +107,13 @@ class CtSplitKVReduce(MlaPlan):
         out = (o_partial.double() * weight[..., None]).sum(dim=1)
         return out.to(compute_dtype or torch.float32), lse.float()
 
-    def _default_tiling(self, name: str) -> SplitKVReduceTiling | None:
-        return self._autotune_configs()[0]
-
     def _autotune_configs(self) -> Sequence[SplitKVReduceTiling]:
         shapes = ((8, 512), (16, 512), (16, 256), (16, 128))
         fitting = dict.fromkeys((Sp, min(Kc, self.k)) for Sp, Kc in shapes)
         return [SplitKVReduceTiling(Sp, 1, Kc) for Sp, Kc in fitting]
 
-    def _algorithmic_flops_bytes(self, tiling: SplitKVReduceTiling) -> tuple[float, float]:
-        cost = flash_mla_split_kv_stages(self.problem(), self.splits)[1]
-        return cost.flops, cost.bytes
+    def cost(self) -> Cost:
+        return flash_mla_split_kv_stages(self.problem(), self.splits)[1]
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         o_partial, lse_partial = inputs
@@ -134,25 +131,7 @@ class CtSplitKVReduce(MlaPlan):
             return (ct.cdiv(s * h, tiling.Br), k // tiling.Kc, b)
 
         def args_fn(tiling: SplitKVReduceTiling) -> tuple[object, ...]:
-            return (
-                partial_rows,
-                partial_lses,
-                o_latent.view(b, s * h, k),
-                lse.view(b, s * h),
-                splits,
-                tiling.Sp,
-                tiling.Br,
-                tiling.Kc,
-            )
+            results = o_latent.view(b, s * h, k), lse.view(b, s * h)
+            return partial_rows, partial_lses, *results, splits, tiling.Sp, tiling.Br, tiling.Kc
 
-        return CtKernel(
-            kernel_fn=split_kv_reduce,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=[o_latent, lse],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(split_kv_reduce, grid_fn, args_fn, inputs, [o_latent, lse])

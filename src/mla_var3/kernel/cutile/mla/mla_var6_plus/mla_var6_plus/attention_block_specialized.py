@@ -8,50 +8,22 @@ in proportion, so that at any time some SMs compute while others stream.
 Inputs, outputs and masks: see `mix_stages.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import cuda.tile as ct
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, mix_constraints, mix_sides
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    clamped_length,
-    store_head_tile,
-    store_old_tokens,
-)
-from mla_var3.kernel.cutile.mla.tilings import with_parts_of
+from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, MixTiling
+from mla_var3.kernel.cutile.mla.tile_ops import store_new_tokens, store_old_tokens
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.plan import Constraints, Tiling
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 
 
 @dataclass
-class AttentionBlockSpecializedTiling(Tiling):
-    """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
-
-    One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
-    sm_90, and with its shared memory only one CTA fits on an SM.
-    """
-
-    Bm: int = 64
-    Bn: int = 64
-    Kp: int = 128
-    Hm: int = 64
-    Hn: int = 128
-    num_ctas: int | None = None
-    occupancy: int | None = None
-    num_worker_warps: int | None = 8
-
-    def validate(self, pd: "CtAttentionBlockSpecialized") -> Constraints:
-        return Constraints(*mix_constraints(self, pd))
-
-    @classmethod
-    def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:
-        """Candidates per target, the default first."""
-        return [cls(*sides) for sides in mix_sides(target)]
+class AttentionBlockSpecializedTiling(MixTiling):
+    """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head."""
 
 
 @ct.kernel
@@ -72,22 +44,16 @@ def attention_block_specialized(
     latent_after = ((i + 1) * latent_blocks // blocks).astype(ct.int32)
     if latent_after > latent_before:
         # q_latent [b, s*h, K], q_rope_rows [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
-        request = latent_before // latent_row_tiles
-        row_tile = latent_before % latent_row_tiles
         store_old_tokens(
-            q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent, request, row_tile,
-            s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+            q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent,
+            latent_before, latent_row_tiles, s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
     else:
         # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
-        work = ct.bid(0) - latent_before
-        query_tile = work % head_query_tiles
-        head = work // head_query_tiles % H
-        request = work // (head_query_tiles * H)
-        length = clamped_length(lengths, request, c_kv.shape[1])
-        store_head_tile(
-            q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
-            length, s, max(length - n, 0), scale_log2e, CAUSAL, HM, HN, D, P,
+        store_new_tokens(
+            q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new,
+            ct.bid(0) - latent_before, head_query_tiles, c_kv.shape[1], s, n,
+            scale_log2e, CAUSAL, H, HM, HN, D, P,
         )  # fmt: skip
 
 
@@ -97,28 +63,11 @@ class CtAttentionBlockSpecialized(MixAttentionPlan):
 
     tiling: AttentionBlockSpecializedTiling = field(default_factory=AttentionBlockSpecializedTiling)
 
-    def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTiling]:
-        return with_parts_of(AttentionBlockSpecializedTiling.candidates(self.target.code), self.k)
-
     def plan(self, *inputs: Tensor) -> CtKernel:
         tensors, outputs = self.operands(*inputs)
-
-        def grid_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[int]:
-            counts = self.tile_counts(tiling)
-            return (counts.latent + counts.head,)
 
         def args_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[object, ...]:
             sizes = self.scale_log2e, self.s, self.n, *self.tile_counts(tiling)
             return (*tensors, *sizes, *self.constants(tiling))
 
-        return CtKernel(
-            kernel_fn=attention_block_specialized,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=outputs,
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(attention_block_specialized, self.one_grid, args_fn, inputs, outputs)

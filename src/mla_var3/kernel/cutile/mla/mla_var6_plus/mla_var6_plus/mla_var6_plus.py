@@ -20,15 +20,12 @@ the latent role's shared memory allows, and the latent role runs at flash_mla's 
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from mla_var3.kernel.cutile.mla.decompress_combine import DecompressCombineTiling
 from mla_var3.kernel.cutile.mla.mix_stages import CutileMixPlan
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.attention_block_specialized import (
     AttentionBlockSpecializedTiling,
     CtAttentionBlockSpecialized,
 )
-from mla_var3.runtime.composite import KernelPipeline
 
 
 @dataclass
@@ -38,12 +35,7 @@ class CtMlaVar6Plus(CutileMixPlan):
     tiling: AttentionBlockSpecializedTiling = field(default_factory=AttentionBlockSpecializedTiling)
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
-    def plan(self, *inputs: Tensor) -> KernelPipeline:
-        *attention_inputs, w_uv, lengths = inputs
-        stage = self.stage_plan(CtAttentionBlockSpecialized, n=self.chosen_n, tiling=self.tiling)
-        attention = stage.plan(*attention_inputs, lengths)
-        combine = self.combine_plan(self.combine_tiling).plan(*attention.output_tensors, w_uv)
-        return KernelPipeline(_name="mla_var6_plus", stages=[attention, combine])
+    attention = CtAttentionBlockSpecialized
 
 
 if __name__ == "__main__":

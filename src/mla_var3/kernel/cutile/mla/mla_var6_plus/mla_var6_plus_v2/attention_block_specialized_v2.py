@@ -10,66 +10,38 @@ the last long tile begins, short tiles are left to fill the SMs beside it.
 Inputs, outputs and masks: see `mix_stages.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import cuda.tile as ct
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, mix_constraints, mix_sides
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    clamped_length,
-    store_head_tile,
-    store_old_tokens,
-)
-from mla_var3.kernel.cutile.mla.tilings import with_parts_of
+from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, MixTiling
+from mla_var3.kernel.cutile.mla.tile_ops import store_new_tokens, store_old_tokens
+from mla_var3.kernel.cutile.mla.tilings import PERCENT, percentage
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.plan import Constraints, Tiling
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 
-PERCENT = 100
-
 
 @dataclass
-class AttentionBlockSpecializedTilingV2(Tiling):
+class AttentionBlockSpecializedTilingV2(MixTiling):
     """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
 
     HoldBack is the percentage of the CTAs of the role with the shorter tiles that come after all
     others; 0 interleaves to the end of the grid.
-
-    One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
-    sm_90, and with its shared memory only one CTA fits on an SM.
     """
 
-    Bm: int = 64
-    Bn: int = 64
-    Kp: int = 128
-    Hm: int = 64
-    Hn: int = 128
     HoldBack: int = field(
         default=25, metadata={"help": "percent of the shorter role's CTAs kept for the end"}
     )
-    num_ctas: int | None = None
-    occupancy: int | None = None
-    num_worker_warps: int | None = 8
 
-    def validate(self, pd: "CtAttentionBlockSpecializedV2") -> Constraints:
-        return Constraints(
-            *mix_constraints(self, pd),
-            (
-                0 <= self.HoldBack <= PERCENT,
-                f"HoldBack: expected a percentage from 0 to {PERCENT}, got {self.HoldBack}",
-            ),
-        )
+    def own_rules(self) -> list[tuple[bool, str]]:
+        return [percentage("HoldBack", self.HoldBack)]
 
-    @classmethod
-    def candidates(cls, target: str) -> list["AttentionBlockSpecializedTilingV2"]:
-        """Candidates per target, the default first."""
-        default, *others = mix_sides(target)
-        shares = [cls(*default, HoldBack=share) for share in (25, 0, 10, 50)]
-        return shares + [cls(*sides) for sides in others]
+    def variants(self) -> list[Self]:
+        return [replace(self, HoldBack=share) for share in (25, 0, 10, 50)]
 
 
 @ct.kernel
@@ -92,21 +64,15 @@ def attention_block_specialized_v2(
     work = leads * before + (1 - leads) * (ct.bid(0) - before)
     if leads == latent_leads:
         # q_latent [b, s*h, K], q_rope_rows [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
-        request = work // latent_row_tiles
-        row_tile = work % latent_row_tiles
         store_old_tokens(
-            q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent, request, row_tile,
-            s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+            q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent,
+            work, latent_row_tiles, s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
     else:
         # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
-        query_tile = work % head_query_tiles
-        head = work // head_query_tiles % H
-        request = work // (head_query_tiles * H)
-        length = clamped_length(lengths, request, c_kv.shape[1])
-        store_head_tile(
-            q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
-            length, s, max(length - n, 0), scale_log2e, CAUSAL, HM, HN, D, P,
+        store_new_tokens(
+            q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new,
+            work, head_query_tiles, c_kv.shape[1], s, n, scale_log2e, CAUSAL, H, HM, HN, D, P,
         )  # fmt: skip
 
 
@@ -118,9 +84,6 @@ class CtAttentionBlockSpecializedV2(MixAttentionPlan):
         default_factory=AttentionBlockSpecializedTilingV2
     )
 
-    def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV2]:
-        return with_parts_of(AttentionBlockSpecializedTilingV2.candidates(self.target.code), self.k)
-
     def latent_tiles_are_longer(self, tiling: AttentionBlockSpecializedTilingV2) -> bool:
         """Whether a latent tile of the longest request has more operations than a head tile."""
         longest = max(self.problem().kv_lengths)
@@ -131,10 +94,6 @@ class CtAttentionBlockSpecializedV2(MixAttentionPlan):
     def plan(self, *inputs: Tensor) -> CtKernel:
         tensors, outputs = self.operands(*inputs)
 
-        def grid_fn(tiling: AttentionBlockSpecializedTilingV2) -> tuple[int]:
-            counts = self.tile_counts(tiling)
-            return (counts.latent + counts.head,)
-
         def args_fn(tiling: AttentionBlockSpecializedTilingV2) -> tuple[object, ...]:
             latent, head, *rest = self.tile_counts(tiling)
             latent_leads = self.latent_tiles_are_longer(tiling)
@@ -144,14 +103,4 @@ class CtAttentionBlockSpecializedV2(MixAttentionPlan):
             sizes = self.scale_log2e, self.s, self.n, *order, *rest
             return (*tensors, *sizes, *self.constants(tiling))
 
-        return CtKernel(
-            kernel_fn=attention_block_specialized_v2,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=outputs,
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(attention_block_specialized_v2, self.one_grid, args_fn, inputs, outputs)

@@ -13,26 +13,20 @@ own stream before the kernel starts. So a replayed CUDA graph, or a launch after
 begins with full queues.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import cuda.tile as ct
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, mix_constraints, mix_sides
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    clamped_length,
-    store_head_tile,
-    store_old_tokens,
-)
-from mla_var3.kernel.cutile.mla.tilings import multiprocessors, with_parts_of
+from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, MixTiling
+from mla_var3.kernel.cutile.mla.tile_ops import store_new_tokens, store_old_tokens
+from mla_var3.kernel.cutile.mla.tilings import PERCENT, multiprocessors, percentage
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.plan import Constraints, Tiling
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 
-PERCENT = 100
 QUEUES = 2
 """Row 0 counts latent tiles, row 1 head tiles."""
 QUEUE_STRIDE = 32
@@ -55,47 +49,23 @@ class QueuedKernel(CtKernel):
 
 
 @dataclass
-class AttentionBlockSpecializedTilingV3(Tiling):
+class AttentionBlockSpecializedTilingV3(MixTiling):
     """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
 
     BlocksPerSm * SMs persistent CTAs; LatentShare percent of them begin with the latent role.
-
-    One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
-    sm_90, and with its shared memory only one CTA fits on an SM.
     """
 
-    Bm: int = 64
-    Bn: int = 64
-    Kp: int = 128
-    Hm: int = 64
-    Hn: int = 128
     LatentShare: int = field(
         default=50, metadata={"help": "percent of the CTAs that begin with the latent role"}
     )
     BlocksPerSm: int = field(default=1, metadata={"help": "persistent CTAs per SM"})
-    num_ctas: int | None = None
-    occupancy: int | None = None
-    num_worker_warps: int | None = 8
 
-    def validate(self, pd: "CtAttentionBlockSpecializedV3") -> Constraints:
-        return Constraints(
-            *mix_constraints(self, pd),
-            (
-                0 <= self.LatentShare <= PERCENT,
-                f"LatentShare: expected a percentage from 0 to {PERCENT}, got {self.LatentShare}",
-            ),
-            (
-                self.BlocksPerSm >= 1,
-                f"BlocksPerSm: expected at least 1, got {self.BlocksPerSm}",
-            ),
-        )
+    def own_rules(self) -> list[tuple[bool, str]]:
+        some_blocks = f"BlocksPerSm: expected at least 1, got {self.BlocksPerSm}"
+        return [percentage("LatentShare", self.LatentShare), (self.BlocksPerSm >= 1, some_blocks)]
 
-    @classmethod
-    def candidates(cls, target: str) -> list["AttentionBlockSpecializedTilingV3"]:
-        """Candidates per target, the default first."""
-        default, *others = mix_sides(target)
-        shares = [cls(*default, LatentShare=share) for share in (50, 25, 75, 100)]
-        return shares + [cls(*sides) for sides in others]
+    def variants(self) -> list[Self]:
+        return [replace(self, LatentShare=share) for share in (50, 25, 75, 100)]
 
 
 @ct.kernel
@@ -125,21 +95,15 @@ def attention_block_specialized_v3(
         elif role == 0:
             # q_latent [b, s*h, K], q_rope_rows [b, s*h, P]
             # o_latent [b, s*h, K], lse_latent [b, s*h]
-            request = tile // latent_row_tiles
-            row_tile = tile % latent_row_tiles
             store_old_tokens(
-                q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent, request,
-                row_tile, s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+                q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent,
+                tile, latent_row_tiles, s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
         else:
             # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
-            query_tile = tile % head_query_tiles
-            head = tile // head_query_tiles % H
-            request = tile // (head_query_tiles * H)
-            length = clamped_length(lengths, request, c_kv.shape[1])
-            store_head_tile(
-                q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
-                length, s, max(length - n, 0), scale_log2e, CAUSAL, HM, HN, D, P,
+            store_new_tokens(
+                q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new,
+                tile, head_query_tiles, c_kv.shape[1], s, n, scale_log2e, CAUSAL, H, HM, HN, D, P,
             )  # fmt: skip
 
 
@@ -151,17 +115,13 @@ class CtAttentionBlockSpecializedV3(MixAttentionPlan):
         default_factory=AttentionBlockSpecializedTilingV3
     )
 
-    def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV3]:
-        return with_parts_of(AttentionBlockSpecializedTilingV3.candidates(self.target.code), self.k)
-
     def plan(self, *inputs: Tensor) -> QueuedKernel:
         tensors, outputs = self.operands(*inputs)
         queues = inputs[-1].new_zeros((QUEUES, QUEUE_STRIDE))
         sm_count = multiprocessors(inputs[0].device, self.target.code)
 
         def grid_fn(tiling: AttentionBlockSpecializedTilingV3) -> tuple[int]:
-            counts = self.tile_counts(tiling)
-            return (min(sm_count * tiling.BlocksPerSm, counts.latent + counts.head),)
+            return (min(sm_count * tiling.BlocksPerSm, *self.one_grid(tiling)),)
 
         def args_fn(tiling: AttentionBlockSpecializedTilingV3) -> tuple[object, ...]:
             latent, head, *rest = self.tile_counts(tiling)
@@ -169,15 +129,5 @@ class CtAttentionBlockSpecializedV3(MixAttentionPlan):
             sizes = self.scale_log2e, self.s, self.n, latent, head, latent_first, *rest
             return (*tensors, queues, *sizes, *self.constants(tiling))
 
-        return QueuedKernel(
-            queues=queues,
-            kernel_fn=attention_block_specialized_v3,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=outputs,
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        kernel_fn, own = attention_block_specialized_v3, {"queues": queues}
+        return self.kernel(kernel_fn, grid_fn, args_fn, inputs, outputs, QueuedKernel, **own)

@@ -24,15 +24,12 @@ shared memory allows, and the latent role runs at flash_mla's rate.
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from mla_var3.kernel.cutile.mla.decompress_combine import DecompressCombineTiling
 from mla_var3.kernel.cutile.mla.mix_stages import CutileMixPlan
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v3.attention_block_specialized_v3 import (  # noqa: E501
     AttentionBlockSpecializedTilingV3,
     CtAttentionBlockSpecializedV3,
 )
-from mla_var3.runtime.composite import KernelPipeline
 
 
 @dataclass
@@ -44,12 +41,7 @@ class CtMlaVar6PlusV3(CutileMixPlan):
     )
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
-    def plan(self, *inputs: Tensor) -> KernelPipeline:
-        *attention_inputs, w_uv, lengths = inputs
-        stage = self.stage_plan(CtAttentionBlockSpecializedV3, n=self.chosen_n, tiling=self.tiling)
-        attention = stage.plan(*attention_inputs, lengths)
-        combine = self.combine_plan(self.combine_tiling).plan(*attention.output_tensors, w_uv)
-        return KernelPipeline(_name="mla_var6_plus_v3", stages=[attention, combine])
+    attention = CtAttentionBlockSpecializedV3
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ one. Where n < s the causal limit reaches into the old tokens. Rows without an o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -21,10 +20,8 @@ from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import (
     DEFAULT_SHARE,
-    FEWEST_SMS,
     SHARES,
-    share_constraint,
-    shared_sms,
+    SharingPlan,
 )
 from mla_var3.kernel.cutile.mla.tile_ops import store_old_tokens
 from mla_var3.kernel.cutile.mla.tilings import (
@@ -32,16 +29,12 @@ from mla_var3.kernel.cutile.mla.tilings import (
     fits_shared_memory,
     latent_tiles,
     mma_part,
-    multiprocessors,
+    percentage,
     tile_sides,
     tiling_target,
-    with_parts_of,
 )
-from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.attend import attend
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
-from mla_var3.op.mla.problem import require_int
-from mla_var3.op.mla.reference import latent_segment
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -72,7 +65,7 @@ class LatentOldTilingV4(Tiling):
             *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, p=pd.p),
             divides("Kp", self.Kp, "k", pd.k),
             fits_shared_memory(pd, *(latent_tiles(pd, self.Bm, self.Bn) * blocks_per_sm)),
-            share_constraint(self.Share),
+            percentage("Share", self.Share, least=1),
         )
 
     @classmethod
@@ -92,25 +85,17 @@ def latent_old_v4(
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
     for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        request = tile // row_tiles
-        row_tile = tile % row_tiles
         store_old_tokens(
-            q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse_latent, request, row_tile,
+            q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse_latent, tile, row_tiles,
             s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
 
 @dataclass
-class CtLatentOldV4(MlaPlan):
+class CtLatentOldV4(SharingPlan):
     """Plan of the kernel over the old tokens."""
 
-    n: int = field(default=0, metadata={"help": "newest tokens that are left out"})
-    alone: bool = field(default=False, metadata={"help": "take all SMs, whatever Share says"})
     tiling: LatentOldTilingV4 = field(default_factory=LatentOldTilingV4)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         return self.latent_inputs(device)
@@ -118,28 +103,16 @@ class CtLatentOldV4(MlaPlan):
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        q_latent, q_rope, c_kv, k_rope, lengths = inputs
-        slots = torch.arange(self.t, device=c_kv.device)
-        positions = torch.where(slots < (lengths - self.n)[:, None], slots, -1)
-        old = latent_segment(q_latent, q_rope, c_kv, k_rope, positions)
-        [out], lse = attend([old], lengths=lengths, **self.attend_options(compute_dtype))
-        return out, lse
-
-    def _default_tiling(self, name: str) -> LatentOldTilingV4 | None:
-        return self._autotune_configs()[0]
+        return self.old_reference(inputs, compute_dtype)
 
     def _autotune_configs(self) -> Sequence[LatentOldTilingV4]:
-        found = with_parts_of(LatentOldTilingV4.candidates(self.target.code), self.k)
+        found = super()._autotune_configs()
         return found[:1] if self.alone else found
 
-    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
-        old = tuple(first for first, _ in self.problem().window(self.n))
-        cost = flash_mla_cost(self.copy(lengths=old).problem())
-        return cost.flops, cost.bytes
-
-    def sm_share(self, tiling: LatentOldTilingV4, sm_count: int) -> int:
-        """SMs that the persistent CTAs take."""
-        return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
+    def cost(self) -> Cost:
+        problem = self.problem()
+        old = problem.total_tokens - problem.tokens_up_to(self.n)
+        return flash_mla_cost(problem, tokens=old)
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         latent_rows, rope_rows = self.latent_rows(*inputs)
@@ -147,44 +120,18 @@ class CtLatentOldV4(MlaPlan):
         b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
         o_latent = q_latent.new_empty((b, s, h, k))
         lse_latent = q_latent.new_empty((b, s, h), dtype=torch.float32)
-        sm_count = multiprocessors(q_latent.device, self.target.code, FEWEST_SMS)
 
         def grid_fn(tiling: LatentOldTilingV4) -> tuple[int]:
-            blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)
-            return (min(blocks, b * ct.cdiv(s * h, tiling.Bm)),)
+            return self.persistent_ctas(tiling, q_latent.device, b * ct.cdiv(s * h, tiling.Bm))
 
         def args_fn(tiling: LatentOldTilingV4) -> tuple[object, ...]:
             row_tiles = ct.cdiv(s * h, tiling.Bm)
+            results = o_latent.view(b, s * h, k), lse_latent.view(b, s * h)
+            sizes = self.scale_log2e, s, self.n, b * row_tiles, row_tiles
+            sides = tiling.Bm, tiling.Bn, tiling.Kp, k // tiling.Kp
             return (
-                latent_rows,
-                rope_rows,
-                c_kv,
-                k_rope,
-                lengths,
-                o_latent.view(b, s * h, k),
-                lse_latent.view(b, s * h),
-                self.scale_log2e,
-                s,
-                self.n,
-                b * row_tiles,
-                row_tiles,
-                h,
-                self.causal,
-                tiling.Bm,
-                tiling.Bn,
-                tiling.Kp,
-                k // tiling.Kp,
-                p,
+                *(latent_rows, rope_rows, c_kv, k_rope, lengths, *results),
+                *(*sizes, h, self.causal, *sides, p),
             )
 
-        return CtKernel(
-            kernel_fn=latent_old_v4,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=[o_latent, lse_latent],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(latent_old_v4, grid_fn, args_fn, inputs, [o_latent, lse_latent])

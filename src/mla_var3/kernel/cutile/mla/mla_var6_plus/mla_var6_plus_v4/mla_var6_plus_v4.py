@@ -22,6 +22,7 @@ Limits: the shares are fixed at launch, so the SMs of the kernel that ends first
 other has ended, and the latent kernel runs at flash_mla's rate.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,7 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.window_new_v4 imp
     WindowNewTilingV4,
 )
 from mla_var3.kernel.cutile.mla.tilings import multiprocessors
-from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.plan import Constraints
 from mla_var3.runtime.stage import Stage
 
@@ -71,9 +72,9 @@ class CtMlaVar6PlusV4(CutileMixPlan):
         )
         return stage
 
-    def plan(self, *inputs: Tensor) -> KernelPipeline:
+    def attention_stage(self, *inputs: Tensor) -> tuple[Stage, Sequence[Tensor]]:
         (
-            q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, w_uv, lengths,
+            q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, _, lengths,
         ) = inputs  # fmt: skip
         latent_inputs = (q_latent, q_rope, c_kv, k_rope, lengths)
         window_inputs = (q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
@@ -90,9 +91,8 @@ class CtMlaVar6PlusV4(CutileMixPlan):
         if n > 0:
             members.append(self._window_plan().plan(*window_inputs))
             outputs[2:] = members[-1].output_tensors
-        attention = members[0] if len(members) == 1 else self._overlapped(members, q_nope.device)
-        combine = self.combine_plan(self.combine_tiling).plan(*outputs, w_uv)
-        return KernelPipeline(_name="mla_var6_plus_v4", stages=[attention, combine])
+        both = len(members) == 2
+        return self._overlapped(members, q_nope.device) if both else members[0], outputs
 
     def _overlapped(self, members: list[Stage], device: torch.device) -> ConcurrentKernels:
         """Both kernels at the same time, the latent one first.

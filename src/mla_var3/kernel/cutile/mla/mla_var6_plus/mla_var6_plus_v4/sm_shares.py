@@ -1,8 +1,14 @@
 """How two persistent kernels that run at the same time share the SMs of a device."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan
+from mla_var3.kernel.cutile.mla.tilings import PERCENT, multiprocessors
 from mla_var3.runtime.plan import Constraints
 
-PERCENT = 100
 DEFAULT_SHARE = 50
 SHARES = (DEFAULT_SHARE, 25, 75)
 """Percentages that tuning tries for each kernel; the joint constraint drops pairs that need more
@@ -11,15 +17,20 @@ FEWEST_SMS = 2
 """One SM per kernel: assumed where neither a GPU nor a known target tells the number of SMs."""
 
 
-def shared_sms(share: int, sm_count: int) -> int:
-    """SMs of a percentage, rounded down, at least one."""
-    return max(1, sm_count * share // PERCENT)
+@dataclass
+class SharingPlan(MixAttentionPlan):
+    """Plan of one of the kernels; its tiling has a `Share`."""
 
+    alone: bool = field(default=False, metadata={"help": "take all SMs, whatever Share says"})
 
-def share_constraint(share: int) -> tuple[bool, str]:
-    """Constraint for `Tiling.validate`: some SMs, and no more than there are."""
-    holds = 0 < share <= PERCENT
-    return holds, f"Share: expected a percentage from 1 to {PERCENT}, got {share}"
+    def sm_share(self, tiling: Any, sm_count: int) -> int:
+        """SMs that the persistent CTAs take: the percentage rounded down, at least one."""
+        return sm_count if self.alone else max(1, sm_count * tiling.Share // PERCENT)
+
+    def persistent_ctas(self, tiling: Any, device: torch.device, tiles: int) -> tuple[int]:
+        """The grid: as many CTAs as these SMs hold, and no more than there are work tiles."""
+        sm_count = multiprocessors(device, self.target.code, FEWEST_SMS)
+        return (min(self.sm_share(tiling, sm_count) * (tiling.occupancy or 1), tiles),)
 
 
 def joint_constraints(latent_sms: int, window_sms: int, sm_count: int) -> Constraints:

@@ -12,7 +12,6 @@ see no token of the window give 0 and -inf.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -20,25 +19,21 @@ from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import (
     DEFAULT_SHARE,
-    FEWEST_SMS,
     SHARES,
-    share_constraint,
-    shared_sms,
+    SharingPlan,
 )
-from mla_var3.kernel.cutile.mla.tile_ops import clamped_length, store_head_tile
+from mla_var3.kernel.cutile.mla.tile_ops import store_new_tokens
 from mla_var3.kernel.cutile.mla.tilings import (
     fits_shared_memory,
     head_tiles,
-    multiprocessors,
+    percentage,
     tile_sides,
     tiling_target,
 )
-from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.attend import attend
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_newest
 from mla_var3.op.mla.problem import require_int
-from mla_var3.op.mla.reference import decompressed_segment
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -64,7 +59,7 @@ class WindowNewTilingV4(Tiling):
         return Constraints(
             *tile_sides(Bm=self.Bm, Bn=self.Bn, d=pd.d, p=pd.p),
             fits_shared_memory(pd, *(head_tiles(pd, self.Bm, self.Bn) * blocks_per_sm)),
-            share_constraint(self.Share),
+            percentage("Share", self.Share, least=1),
         )
 
     @classmethod
@@ -86,22 +81,17 @@ def window_new_v4(
 ):  # fmt: skip
     # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
     for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        query_tile = tile % query_tiles
-        head = tile // query_tiles % H
-        request = tile // (query_tiles * H)
-        length = clamped_length(lengths, request, t)
-        store_head_tile(
-            q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
-            length, s, max(length - n, 0), scale_log2e, CAUSAL, BM, BN, D, P,
+        store_new_tokens(
+            q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new, tile, query_tiles,
+            t, s, n, scale_log2e, CAUSAL, H, BM, BN, D, P,
         )  # fmt: skip
 
 
 @dataclass
-class CtWindowNewV4(MlaPlan):
+class CtWindowNewV4(SharingPlan):
     """Plan of the kernel over the newest tokens."""
 
     n: int = field(default=1, metadata={"help": "newest tokens, kept decompressed"})
-    alone: bool = field(default=False, metadata={"help": "take all SMs, whatever Share says"})
     tiling: WindowNewTilingV4 = field(default_factory=WindowNewTilingV4)
 
     def __post_init__(self) -> None:
@@ -115,29 +105,15 @@ class CtWindowNewV4(MlaPlan):
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        q_nope, q_rope, k_new, v_new, k_rope_new, lengths = inputs
-        positions = (lengths - self.n).clamp(min=0)[:, None]
-        positions = positions + torch.arange(self.n, device=k_new.device)
-        positions = torch.where(positions < lengths[:, None], positions, -1)
-        window = decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, positions)
-        [out], lse = attend([window], lengths=lengths, **self.attend_options(compute_dtype))
-        return out, lse
-
-    def _default_tiling(self, name: str) -> WindowNewTilingV4 | None:
-        return self._autotune_configs()[0]
+        return self.window_reference(inputs, compute_dtype)
 
     def _autotune_configs(self) -> Sequence[WindowNewTilingV4]:
-        found = WindowNewTilingV4.candidates(self.target.code)
+        found = super()._autotune_configs()
         return [each for each in found if not self.alone or each.Share == DEFAULT_SHARE]
 
-    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
-        new = tuple(tokens for _, tokens in self.problem().window(self.n))
-        cost = flash_attention_cost(self.copy(lengths=new).problem())
-        return cost.flops, cost.bytes
-
-    def sm_share(self, tiling: WindowNewTilingV4, sm_count: int) -> int:
-        """SMs that the persistent CTAs take."""
-        return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
+    def cost(self) -> Cost:
+        problem = self.problem()
+        return flash_attention_cost(problem, problem.tokens_up_to(self.n))
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         window = {"k_new": "bhnd", "v_new": "bhnd", "k_rope_new": "bnp", "lengths": "b"}
@@ -146,40 +122,14 @@ class CtWindowNewV4(MlaPlan):
         b, s, h, d = self.b, self.s, self.h, self.d
         o_new = q_nope.new_empty((b, s, h, d))
         lse_new = q_nope.new_empty((b, s, h), dtype=torch.float32)
-        sm_count = multiprocessors(q_nope.device, self.target.code, FEWEST_SMS)
 
         def grid_fn(tiling: WindowNewTilingV4) -> tuple[int]:
-            blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)
-            return (min(blocks, b * h * ct.cdiv(s, tiling.Bm)),)
+            return self.persistent_ctas(tiling, q_nope.device, b * h * ct.cdiv(s, tiling.Bm))
 
         def args_fn(tiling: WindowNewTilingV4) -> tuple[object, ...]:
             query_tiles = ct.cdiv(s, tiling.Bm)
-            return (
-                *inputs,
-                o_new,
-                lse_new,
-                self.scale_log2e,
-                s,
-                self.n,
-                self.t,
-                b * h * query_tiles,
-                query_tiles,
-                h,
-                self.causal,
-                tiling.Bm,
-                tiling.Bn,
-                d,
-                self.p,
-            )
+            sizes = self.scale_log2e, s, self.n, self.t, b * h * query_tiles, query_tiles
+            constants = h, self.causal, tiling.Bm, tiling.Bn, d, self.p
+            return (*inputs, o_new, lse_new, *sizes, *constants)
 
-        return CtKernel(
-            kernel_fn=window_new_v4,
-            grid_fn=grid_fn,
-            args_fn=args_fn,
-            tiling=self.tiling,
-            plan=self,
-            input_tensors=list(inputs),
-            output_tensors=[o_new, lse_new],
-            autotune_configs=self._autotune_configs(),
-            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
-        )
+        return self.kernel(window_new_v4, grid_fn, args_fn, inputs, [o_new, lse_new])
