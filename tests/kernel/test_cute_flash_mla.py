@@ -93,11 +93,9 @@ def test_another_tiling_has_its_own_cta_groups(monkeypatch):
     """Prepared arguments hold the CTA groups; those of another tiling would find other partials."""
     launched: list[tuple[Any, ...]] = []
 
-    def bind(kernel: CuteKernel, tiling: Any) -> Any:
-        args = tuple(kernel.args_fn(tiling))
-        return SimpleNamespace(launch=lambda: launched.append(args))
-
-    monkeypatch.setattr(CuteKernel, "_bind", bind)
+    program = SimpleNamespace(bind=lambda *args: lambda: launched.append(args))
+    monkeypatch.setattr(cute_kernel, "program_for", lambda *given: program)
+    monkeypatch.setattr(cute_kernel, "require_arch", lambda *given: None)
     monkeypatch.setattr(CuteKernel, "device_type", "cuda")
     plan = make(s=8)
     attention = kernel_of(plan)

@@ -259,9 +259,9 @@ class ValueStep:
         barriers: mbarriers.
         columns: query rows on the N side.
         load_early: whether values are loaded to registers as soon as half of the products of the
-            KV block before are done. Where the score warpgroup takes longer, with scales per token,
-            that is 3 % faster; with one scale it is 5 % slower, for loads of values and powers of
-            two are in each other's way (docs/results/2026-11-19-nvidia-h200-fp8-held-rows.json).
+            KV block before are done. With one scale that is 3 to 5 % slower: these loads then meet
+            the powers of two. With scales per token, where weights take longer, the best
+            build does so (docs/results/2026-11-19-nvidia-h200-fp8-held-rows.json).
     """
 
     mma: Any
