@@ -160,6 +160,7 @@ class LatentFp8Sm90(ClusterHost):
         rope_step = 16 * 8 // rope_element.width  # elements of 16 bytes
         wide = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
         rope_atom = warpgroup.make_smem_layout_atom(rope_kind, rope_element)
+        # Without a swizzle the places of a thread's weights differ by constants.
         p_atom = warpgroup.make_smem_layout_atom(kinds.K_INTER, element)
 
         def pages_of(pointer, columns, stride, page_stride, step):
