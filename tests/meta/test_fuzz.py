@@ -54,7 +54,7 @@ def test_a_failure_is_shrunk(monkeypatch):
     monkeypatch.setattr(mla_var3, "mla_attention", right)
     plant("wrong")
     worker = SimpleNamespace(run=lambda case, limit_s: cases.run(case, "cpu"))
-    case = program.shrink(first_failure(), "wrong", worker, 1.0, 30.0)
+    case = program.shrink(first_failure(), "wrong", worker, 1.0, 120.0)
     assert case["b"] == case["h"] == case["d"] == 1
     assert [step["op"] for step in case["steps"]] == ["append", "attend"]
     assert case["steps"][0]["counts"] == [LONG + 1]
