@@ -137,23 +137,34 @@ def weigh(step: cutlass.Constexpr, stage: Int32, number: Int32, t: Int32, words_
         weigh_tokens(step, stored_scales(scales, stage, hidden_lane), added, row0, words_at)
         if lane == 0:
             exchange.risen[stage] = number
-        store_rescales(step, stage, scale[0], scale[1])
+        store_rescales(step, stage, scale)
     for r in cutlass.range_constexpr(2):
         state.sums[r] = state.sums[r] + added[r]
         state.odd[r] = added[r] - state.odd[r]
 
 
 def keep_maxima(step: Any, stage: Any) -> None:
-    """Factors of a KV block in which no maximum has risen; stored early, and again if one has."""
-    store_rescales(step, stage, Float32(1.0), Float32(1.0))
+    """Factors of a KV block in which no maximum has risen; stored early, and again if one has.
+
+    The numbers are in the text: nvidia-cutlass-dsl 4.6 takes no constant as an operand.
+    """
+    cute.arch.inline_ptx(
+        "st.shared.f32 [{$r0}], 0f3F800000; st.shared.f32 [{$r0} + 32], 0f3F800000;",
+        read_only_args=[rescales_place(step, stage)],
+    )
 
 
-def store_rescales(step: Any, stage: Any, first: Float32, second: Float32) -> None:
+def store_rescales(step: Any, stage: Any, scale: cute.Tensor) -> None:
     """Factors of this thread's two rows into shared memory; four threads write the same."""
     cute.arch.inline_ptx(
         "st.shared.f32 [{$r0}], {$r1}; st.shared.f32 [{$r0} + 32], {$r2};",
-        read_only_args=[step.rescales_at + stage * (ROWS * 4), first, second],
+        read_only_args=[rescales_place(step, stage), scale[0], scale[1]],
     )
+
+
+def rescales_place(step: Any, stage: Any) -> Any:
+    """Where the factor of this thread's first row goes."""
+    return step.rescales_at + stage * (ROWS * 4)
 
 
 @cute.jit
