@@ -325,7 +325,7 @@ def events_of(
         monkeypatch.setattr(scores, name, lambda *args: Word(0))
     monkeypatch.setattr(scores, "weigh", lambda *args: events.append(("store", args[2])))
     monkeypatch.setattr(values, "rescale_output", lambda *args: None)
-    monkeypatch.setattr(values, "load_half", lambda step, number, k: take(number))
+    monkeypatch.setattr(values, "load_values", lambda step, number, k: take(number))
     monkeypatch.setattr(values, "add_values", lambda *args: events.append(("products",)))
     group = SimpleNamespace(wait_group=lambda left: events.append(("done",)) if not left else None)
     monkeypatch.setattr(values, "warpgroup", group)

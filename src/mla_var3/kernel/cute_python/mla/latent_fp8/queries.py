@@ -152,13 +152,25 @@ def hold_queries(held: cute.Tensor | None, q_bytes: cute.Pointer, t: Int32) -> N
     for k in range(cute.size(held, mode=[2])):
         chunk = (k % 4 * 2 + t % 32 // 16) ^ (t % 8)
         at = q_bytes.toint() + (k // 4 * TILE_BYTES + row * 128 + chunk * 16)
-        found = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[at],
-        )
+        found = load_matrices(at)
         for i in range(4):
             words[(0, i % 2, i // 2), 0, k] = found[i]
+
+
+def load_matrices(at: Any, transposed: bool = False) -> Any:
+    """Four matrices of 8 x 8 pairs of bytes to registers, a word of each per thread.
+
+    Args:
+        at: address of the row that this lane brings: lanes 0 to 7 those of the first matrix.
+        transposed: whether a thread has two rows of a column instead of two columns of a row.
+    """
+    kind = ".trans" if transposed else ""
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16"
+        " { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[at],
+    )
 
 
 def hand_over_queries(barriers: Any, number: Any, lane: Any, columns: int) -> None:

@@ -62,7 +62,9 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
 )
 
 LAST_SCORES = 1
-"""Products of the next scores that need not be done when weights are handed over."""
+"""Products of the next scores that need not be done when weights are handed over. b=32 s=16 with 8
+products held: 495 us with 1, 501 with 4; with 10 held 497 with 2, 500 with 4, 499 with 7
+(docs/results/2026-11-19-nvidia-h200-fp8-held-rows.json)."""
 
 
 @cute.jit
@@ -284,7 +286,7 @@ def weigh_block(
     keep_maxima(step, following)
     if const_expr(step.scales is not None):
         load_scales(step, following, t % 32)
-    warpgroup.wait_group(1)
+    warpgroup.wait_group(1)  # all but `LAST_SCORES`
     cute.arch.sync_warp()
     release(weighed(barriers, stage), t % 32)
     warpgroup.wait_group(0)

@@ -43,6 +43,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     stage_of,
     weighed,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_matrices
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import finish, flush
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
@@ -187,7 +188,7 @@ def load_block(
     """
     await_block(step, number, valid, exists, t, group)
     for k in cutlass.range_constexpr(2):
-        load_half(step, number, k)
+        load_values(step, number, k)
 
 
 @cute.jit
@@ -200,12 +201,6 @@ def await_block(
         cute.arch.mbarrier_wait(full(step.barriers, stage), phase_of(number))
         if valid < KV_BLOCK:
             clear_values(step.places, stage, valid, t, group)
-
-
-def load_half(step: Any, number: Any, k: int) -> None:
-    """Values of half of a KV block's tokens into registers."""
-    stage = cute.arch.make_warp_uniform(stage_of(number))
-    load_values(step.work.values, step.places, stage, k)
 
 
 @cute.jit
@@ -232,7 +227,7 @@ def add_block(
         await_block(step, number + 1, valid - KV_BLOCK, more, t, group)
         for k in cutlass.range_constexpr(2):
             warpgroup.wait_group(1 - k)
-            load_half(step, number + 1, k)
+            load_values(step, number + 1, k)
     else:
         warpgroup.wait_group(0)
         load_block(step, number + 1, valid - KV_BLOCK, more, t, group)
@@ -243,29 +238,23 @@ def places_offset(t: Any) -> Any:
     return t % 32 * 128 + ((t // 32) ^ (t % 8)) * 16
 
 
-@cute.jit
-def load_values(values: cute.Tensor, places: cutlass.Constexpr, stage: Int32, k: cutlass.Constexpr):
+def load_values(step: Any, number: Any, k: int) -> None:
     """This warpgroup's half of V^T of 32 tokens of a KV block into the registers of an operand A.
 
     `ldmatrix` with a transposition gives a thread two columns of two tokens; two such words are two
     words of four tokens, one for each column.
 
     Args:
-        values: registers, see `values_tensor`.
-        places: addresses that this lane reads, of even and odd M tiles.
-        stage: the block's stage.
+        step: `ValueStep`.
+        number: of the block's stage.
         k: which of the block's halves.
     """
-    words = cute.recast_tensor(values, Int32)
-    for m in cutlass.range_constexpr(HALF // 64):
-        at = places[m % 2] + (stage * (4 * TILE_BYTES) + (m // 2) * TILE_BYTES + k * 4096)
-        found = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-            " { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[at],
-        )
-        for half in cutlass.range_constexpr(2):
+    stage = cute.arch.make_warp_uniform(stage_of(number))
+    words = cute.recast_tensor(step.work.values, Int32)
+    for m in range(HALF // 64):
+        at = step.places[m % 2] + (stage * (4 * TILE_BYTES) + (m // 2) * TILE_BYTES + k * 4096)
+        found = load_matrices(at, transposed=True)
+        for half in range(2):
             low, high = found[2 * half], found[2 * half + 1]
             words[(0, 0, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x6420)))
             words[(0, 1, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x7531)))
