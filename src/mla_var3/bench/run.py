@@ -227,9 +227,14 @@ def _16_bit_cases(
     if options.suite == "models":
         s_values = suites.QUICK_MODEL_S if options.quick else suites.MODEL_S
         return suites.model_cases(kernels, peers, s_values), {}
-    if options.suite in suites.FIXED_SUITES:
-        build = getattr(suites, f"{options.suite}_cases")
-        return build(kernels, peers), {}
+    fixed = {
+        "figures": suites.figures_cases,
+        "latent": suites.latent_cases,
+        "mix": suites.mix_cases,
+        "prefix": suites.prefix_cases,
+    }
+    if options.suite in fixed:
+        return fixed[options.suite](kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
     first |= options.widths
     base = replace(suites.COMMON, dtype=options.dtype, causal=options.causal, **first)

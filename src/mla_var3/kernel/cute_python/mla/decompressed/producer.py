@@ -62,7 +62,10 @@ class Pipeline:
     key_bytes: int
     value_bytes: int
 
-    keys_full, values_full, keys_empty, values_empty = map(_mbarrier, StageBarrier)
+    keys_full = _mbarrier(StageBarrier.KEYS_FULL)
+    values_full = _mbarrier(StageBarrier.VALUES_FULL)
+    keys_empty = _mbarrier(StageBarrier.KEYS_EMPTY)
+    values_empty = _mbarrier(StageBarrier.VALUES_EMPTY)
 
     def after(self, stage: Any, phase: Any) -> Any:
         """The next stage, and the phase of its barriers."""
