@@ -136,9 +136,10 @@ def require_batch(
 
 
 ROWS = [
-    (1, 1), (1, 16), (2, 16), (3, 5), (3, 16), (16, 1), (16, 5), (1, 64), (3, 128), (16, 64),
+    (1, 1), (1, 16), (2, 16), (3, 5), (3, 16), (16, 1), (16, 5), (6, 16), (9, 16), (1, 64),
+    (3, 128), (16, 64),
 ]  # fmt: skip
-"""(s, h); the programs differ for up to 16, 32 and more query rows."""
+"""(s, h); the programs differ for tiles of up to 16, 32, 48 and 64 query rows."""
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ VARIANTS: dict[str, Variant] = {
     **{
         f"latent {fmt}, {columns} columns": (LATENT_FP8, fmt, {"columns": columns}, {})
         for fmt in FP8_FORMATS
-        for columns in (16, 64)
+        for columns in (16, 48, 64)
     },
     SCHEDULE: latent(page=64),
     "latent fp8, 64 columns, schedule": (LATENT_FP8, "fp8", {"columns": 64, "schedule": True}, {}),
@@ -115,8 +115,10 @@ HOST: dict[str, dict[str, Any]] = {
     "few, k=256, p=32, overlap second": {**WITHOUT, "overlap": "second"},
     "few, sliding window, overlap first": {**WITHOUT, "overlap": "first"},
     "latent fp8_per_token, 16 columns": WITH,
+    "latent fp8_per_token, 48 columns": WITH,
     "latent fp8_per_token, 64 columns": WITHOUT,
     "latent fp8, 16 columns": WITHOUT,
+    "latent fp8, 48 columns": WITHOUT,
     "latent fp8, 64 columns": WITH,
     "latent fp8, float16": WITHOUT,
     "latent fp8, 64 columns, schedule": WITHOUT,

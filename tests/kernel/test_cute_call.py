@@ -31,6 +31,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.producer import block_parts
 from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
+from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90, columns_for
 from mla_var3.runtime.call_state import CALL_STATE
 from tests.unit.attention.attention_support import registered
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
@@ -144,6 +145,20 @@ def test_what_programs_are_compiled_for():
         assert made.constants["per_token"] is per_token
         assert made.tiling.few == made.constants["columns"] < ROWS
         assert latent_program(operands, invariant).constants["columns"] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "ragged"),
+    [
+        (0, 16, 16), (1, 16, 16), (17, 32, 32), (33, 48, 48), (48, 48, 48), (49, 64, 64),
+        (65, 48, 64), (96, 48, 64), (97, 64, 64), (128, 64, 64), (129, 48, 64), (144, 48, 64),
+        (192, 64, 64), (2048, 64, 64),
+    ],
+)  # fmt: skip
+def test_tiles_of_a_request_are_alike_over_8_bit_caches(rows, columns, ragged):
+    """And no more of them than of 64 rows, also where other requests have fewer."""
+    assert (columns_for(rows), columns_for(rows, True)) == (columns, ragged)
+    assert -(-rows // LatentFp8Sm90(None, columns).tile_rows) == -(-rows // ROWS)
 
 
 def test_a_launch_is_repeated_on_other_pointers(monkeypatch):

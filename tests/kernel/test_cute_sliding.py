@@ -123,14 +123,15 @@ def test_a_row_sees_its_window_once(data):
     totals = [draw(st.integers(0, 1500)) for _ in counts]
     lengths = [(total - shard + shards - 1) // shards for total in totals]
     queries, begins = max(*counts, 1), list(itertools.accumulate(counts, initial=0))
-    tiles = -(-queries * heads // ROWS)
+    tile_rows = draw(st.sampled_from([48, ROWS]))
+    tiles = -(-queries * heads // tile_rows)
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 9)))
     total_lengths = totals if shards > 1 or draw(st.booleans()) else None
     sliding = ranges.SlidingWindow(window, queries, total_lengths, shards, shard)
     batch = ranges.Batch(lengths, len(counts), shape.visits, 0, 2048, sliding)
     blocks = [ranges.kv_blocks(batch, r) for r in range(len(counts))]
-    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * tile_rows)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     halves, behind = draw(st.booleans()), len(counts) * shape.visits
     borders = range_begins([count * KV_BLOCK for count in blocks], shape, items)
@@ -145,15 +146,15 @@ def test_a_row_sees_its_window_once(data):
             scheduler = scheduler_of(
                 part, lengths, begins, queries, heads, shape, group, rank, causal=int(causal),
                 total_lengths=total_lengths, shards=shards, shard=shard, window=sliding,
-                clusters=halves, max_tokens=2048,
+                clusters=halves, max_tokens=2048, tile_rows=tile_rows,
             )  # fmt: skip
             for tile in tiles_of(scheduler):
                 request = tile.item // shape.visits
                 oldest = mask.row_begin(tile, 0, scheduler)
                 assert (tile.first + 1) * KV_BLOCK > oldest, "a KV block that no row sees"
                 if tile.split:  # the merge looks for the partials of tile i at CTA i
-                    assert tile.row // ROWS % ctas == rank
-                for row in range(min(ROWS, tile.rows - tile.row)):
+                    assert tile.row // tile_rows % ctas == rank
+                for row in range(min(tile_rows, tile.rows - tile.row)):
                     own = seen.get((request, tile.row + row), 0)
                     tokens = visible(scheduler, tile, row)
                     assert not own & tokens, "two splits see the same token"
@@ -275,17 +276,19 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     lengths = [draw(st.integers(0, 4000)) for _ in counts]
     heads, causal = draw(st.sampled_from([1, 16, 64])), draw(st.booleans())
     queries, begins = max(*counts, 1), list(itertools.accumulate(counts, initial=0))
-    tiles = -(-queries * heads // ROWS)
+    tile_rows = draw(st.sampled_from([48, ROWS]))
+    tiles = -(-queries * heads // tile_rows)
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 40)))
-    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    packed = ranges.PackedQueries(begins, queries, begins[-1], heads, ctas * tile_rows)
     items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
         for rank in range(ctas):
             own = ranges.WorkRange(*begin, *end, 1, 0, 1)
             scheduler = scheduler_of(
-                own, lengths, begins, queries, heads, shape, group, rank, causal=int(causal)
-            )
+                own, lengths, begins, queries, heads, shape, group, rank, causal=int(causal),
+                tile_rows=tile_rows,
+            )  # fmt: skip
             recorded: dict[tuple[int, int], int] = {}
             cta = group * ctas + rank
             records.record_partials(recorded, cta, scheduler)
@@ -294,7 +297,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
                 if tile.split:
                     slot = as_written(device.partial_slot)(tile, scheduler)
                     assert slot not in written and slot // 2 == cta
-                    rows = min(tile.rows - tile.row, ROWS)
+                    rows = min(tile.rows - tile.row, tile_rows)
                     written[slot] = [tile.split, tile.base + tile.row, rows]
             for slot in (2 * cta, 2 * cta + 1):
                 found = [recorded[slot, column] for column in records.Record]

@@ -57,7 +57,7 @@ class Step:
             return key
         # With a block table the slots of a request follow from it, else from the cache.
         table = index[0].shape if index and isinstance(index[0], Tensor) else None
-        self._asked = asked = values, q.shape, latent.shape, table
+        self._asked = asked = values, q.shape, latent.shape, latent.dtype, table
         cache = latent.data_ptr()
         if self._first is None:
             self._first = cache

@@ -109,6 +109,15 @@ def test_a_layer_of_other_sizes_finds_its_own(kernel, layers, lengths):
     assert kernel.found == 2 * [True, False, True, True, False]
 
 
+def test_a_layer_on_a_cache_of_another_dtype_finds_its_own(kernel, layers, lengths):
+    """Its kernel may have query tiles of other rows."""
+    step, other = Step("cpu"), Layer(7, lengths)
+    other.q = other.q.half()
+    other.cache = CacheView(other.cache.latent.half(), other.cache.rope.half(), lengths)
+    same([layers[0], layers[1], other, layers[2]], step)
+    assert kernel.found == [True, False, True, True]
+
+
 @pytest.mark.parametrize("options", [{"causal": False}, {"sliding_window": 4}, {"max_kv": 16}])
 def test_a_layer_of_other_options_finds_its_own(kernel, layers, options):
     step = Step("cpu")

@@ -38,9 +38,11 @@ class ClusterHost(ABC):
         clusters: whether they may. None makes a program of both kernels, of which each launch takes
             the one for its `cluster_ctas`: a call of any batch then finds its program compiled, and
             large batches the loops that were timed without clusters.
+        tile_rows: query rows of a tile.
     """
 
     clusters: Any
+    tile_rows = ROWS
 
     @abstractmethod
     def launch(self, *arguments: Any) -> None:
@@ -58,7 +60,7 @@ class ClusterHost(ABC):
         if const_expr(self.clusters is not None):
             if const_expr(operands.schedule is not None):
                 if sizes.scheduled == 0:
-                    ScheduleSm90(self.clusters)(operands, sizes, stream)
+                    ScheduleSm90(self.clusters, self.tile_rows)(operands, sizes, stream)
             self.launch(*arguments)
         else:
             if sizes.cluster_ctas == CLUSTER:

@@ -286,7 +286,7 @@ class FlashMLASm90(ClusterHost):
         if warp_index == PRODUCER_WARP:
             prefetch_descriptors(latent, q_latent, rope, q_rope)
         scheduler = Scheduler.of(
-            index, sizes, group, rank, self.clusters,
+            index, sizes, group, rank, self.clusters, self.tile_rows,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.ops import divided, quotient
 
 
@@ -64,7 +64,7 @@ def needs_mask(
     needed = token + KV_BLOCK > lowest
     if const_expr(scheduler.window is not None):
         # The last row of the tile sees the fewest old tokens.
-        last_row = cutlass.min(ROWS - 1, tile.rows - tile.row - 1)
+        last_row = cutlass.min(scheduler.tile_rows, tile.rows - tile.row) - 1
         needed = needed or token < row_begin(tile, last_row, scheduler)
     return needed
 

@@ -31,7 +31,8 @@ def latent_program(operands: LatentOperands, options: LatentOptions) -> LatentPr
     rows, scales = options.max_q * operands.lse.shape[-1], operands.scales
     constants: dict[str, Any] = {"empty_positive": options.empty_positive}
     if scales is not None:
-        columns = ROWS if options.batch_invariant else columns_for(rows)
+        ragged = operands.cu_seqlens_q is not None
+        columns = ROWS if options.batch_invariant else columns_for(rows, ragged)
         constants |= {"columns": columns, "per_token": scales.numel() > 1}
         tiling = FlashMLATiling(few=columns % ROWS)
         return LatentProgram(LatentFp8Sm90.latent_fp8, LatentFp8Sm90, tiling, constants)

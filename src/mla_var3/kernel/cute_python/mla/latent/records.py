@@ -93,7 +93,7 @@ def record_partial(
         if tile.valid and tile.item == item:
             split = tile.split
             first_row = tile.base + tile.row
-            rows = cutlass.min(tile.rows - tile.row, ROWS)
+            rows = cutlass.min(tile.rows - tile.row, scheduler.tile_rows)
     records[slot, Record.SPLIT] = split
     records[slot, Record.FIRST_ROW] = first_row
     records[slot, Record.ROWS] = rows

@@ -35,8 +35,9 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
 class ScheduleSm90:
     """Host and device code."""
 
-    def __init__(self, clusters: bool) -> None:
+    def __init__(self, clusters: bool, tile_rows: int) -> None:
         self.clusters = clusters
+        self.tile_rows = tile_rows
 
     @cute.jit
     def __call__(self, operands: Any, sizes: Any, stream: Any):
@@ -63,7 +64,7 @@ class ScheduleSm90:
         store = SmemAllocator().allocate(self.Shared)
         words = index.schedule
         scheduler = Scheduler.of(
-            index._replace(schedule=None), sizes, group, rank, self.clusters,
+            index._replace(schedule=None), sizes, group, rank, self.clusters, self.tile_rows,
             *(() if self.clusters else (store.order.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()

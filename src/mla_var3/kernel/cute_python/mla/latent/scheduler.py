@@ -85,6 +85,7 @@ class Scheduler:
         queries, total_queries, heads, max_tokens, group_ctas, visits, newest, causal, shards,
             shard: sizes, as in the kernel's contract.
         clusters: whether CTAs of equal rank in two neighbouring groups are a cluster; constant.
+        tile_rows: query rows of a tile; constant.
         taken: the group's items in shared memory where they may be balanced, see `balance.py`.
         first: the CTA's first work tile where a schedule has it.
     """
@@ -110,6 +111,7 @@ class Scheduler:
     clusters: bool = False
     taken: Any = None
     first: WorkTile | None = None
+    tile_rows: int = ROWS
 
     @property
     def cluster_rank(self) -> Any:
@@ -124,6 +126,7 @@ class Scheduler:
         group: Any,
         rank: Any,
         clusters: bool = False,
+        tile_rows: int = ROWS,
         words: Any = None,
         taken: Any = None,
     ) -> "Scheduler":
@@ -143,7 +146,9 @@ class Scheduler:
                 sizes.sliding_window, queries, total_lengths, shards, shard
             )
         if begins is not None:
-            packed = ranges.PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
+            packed = ranges.PackedQueries(
+                begins, queries, total_queries, heads, group_ctas * tile_rows
+            )
         newest, max_tokens = sizes.newest, sizes.max_tokens
         batch = ranges.Batch(lengths, sizes.requests, visits, newest, max_tokens, window, packed)
         items, first = None, None
@@ -163,7 +168,7 @@ class Scheduler:
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
             max_tokens, group_ctas, visits, newest, sizes.causal, shards, shard, window, group,
-            rank, clusters, items, first,
+            rank, clusters, items, first, tile_rows,
         )  # fmt: skip
 
     def first_tile(self) -> WorkTile:
@@ -247,7 +252,7 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                     request, scheduler.query_begins, scheduler.queries, scheduler.total_queries
                 )
                 base = begin * scheduler.heads
-            row = (visit * scheduler.group_ctas + scheduler.rank) * ROWS
+            row = (visit * scheduler.group_ctas + scheduler.rank) * scheduler.tile_rows
             rows = count * scheduler.heads
             if row < rows:
                 searching = Boolean(False)
@@ -282,8 +287,8 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 if scheduler.causal != 0:
                     # The last row of the tile sees most.
                     query = count - 1
-                    if row + ROWS < rows:
-                        query = quotient(row + ROWS - 1, scheduler.heads)
+                    if row + scheduler.tile_rows < rows:
+                        query = quotient(row + scheduler.tile_rows - 1, scheduler.heads)
                     seen = cutlass.max(causal_limit(request, length, count, query, scheduler), 0)
                     last = cutlass.min(last, blocks_of(seen))
                 last = cutlass.max(last, first)

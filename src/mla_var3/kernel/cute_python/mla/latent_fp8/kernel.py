@@ -95,13 +95,21 @@ LAUNCH_REGISTERS, PRODUCER_REGISTERS = 128, 24
 """Registers per thread of a CTA of 512 threads, and then of the producer's warpgroup."""
 COLUMN_TILE = 128
 """Columns of a tile of e4m3 elements: 128 bytes, the widest swizzle of shared memory."""
-COLUMN_CHOICES = (16, 32, ROWS)
+COLUMN_CHOICES = (16, 32, 48, ROWS)
 """Query rows on the N side of the second product that the kernel is compiled for."""
 
 
-def columns_for(rows: int) -> int:
-    """Query rows on the N side for a request that has so many."""
-    return next((columns for columns in COLUMN_CHOICES if rows <= columns), ROWS)
+def columns_for(rows: int, ragged: bool = False) -> int:
+    """Query rows on the N side for requests of so many, so that their tiles are alike.
+
+    Args:
+        rows: of the request that has most.
+        ragged: whether others may have fewer. In tiles of less than 64 rows they could need more of
+            them.
+    """
+    tiles = -(-rows // ROWS)
+    most = ROWS if ragged and tiles > 1 else -(-rows // max(tiles, 1))
+    return next(columns for columns in COLUMN_CHOICES if most <= columns)
 
 
 def registers(columns: int) -> tuple[int, int]:
@@ -147,6 +155,7 @@ class LatentFp8Sm90(ClusterHost):
         self.empty_positive = empty_positive
         self.early = early
         self.clusters = clusters
+        self.tile_rows = columns if columns > ROWS // 2 else ROWS
 
     @cute.jit
     def launch(self, *arguments: Any):
@@ -321,7 +330,7 @@ class LatentFp8Sm90(ClusterHost):
         if warp_index == PRODUCER_WARP:
             prefetch_descriptors(latent, rope, token_scales)
         scheduler = Scheduler.of(
-            index, sizes, group, rank, self.clusters,
+            index, sizes, group, rank, self.clusters, self.tile_rows,
             *(() if self.clusters else (store.merge.data_ptr(), store.taken.data_ptr())),
         )  # fmt: skip
         cute.arch.sync_threads()

@@ -46,6 +46,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     TILE_BYTES,
     Handover,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8.weights import own_rows
 
 MEAN_BYTES = 16
 """Bytes of a row's weights of the means. The K side of an 8-bit wgmma reads them twice."""
@@ -316,19 +317,17 @@ def weigh_means(step: cutlass.Constexpr, means: cutlass.Constexpr, pairs: Int32,
         t: this thread.
     """
     state = step.state
-    row0 = (t // 32) * 16 + t % 32 // 4
     ahead = means.scale[0] * (1.0 + cute.arch.rcp_approx(Float32(pairs)) * (0.5 * MEAN_PAIRS))
     own_words = cute.recast_tensor(means.weights, Int32)
     for r in cutlass.range_constexpr(2):
-        row = row0 + 8 * r
+        row = own_rows(t)[r]
         twice = row_sum(state.sums[r]) - cute.math.absf(row_sum(state.odd[r]))
-        fall = state.removed_top[r] - state.top[r]
-        removed = state.removed[r] * cute.math.exp2(fall, fastmath=True)
+        removed = means.removed[row]
         word, weight = rounded((twice * ahead - removed) * (1.0 / MEAN_COPIES))
         if row < step.columns:
             own_words[row, t % 4] = word
-        state.removed[r] = removed + weight * MEAN_COPIES
-        state.removed_top[r] = state.top[r]
+        cute.arch.sync_warp()  # the threads of a row have read what is written now
+        means.removed[row] = removed + weight * MEAN_COPIES
     cute.arch.barrier_arrive(barrier_id=Handover.MEANS, number_of_threads=COMPUTING)
 
 

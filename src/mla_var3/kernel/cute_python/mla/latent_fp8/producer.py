@@ -308,6 +308,8 @@ def load_queries(
     lane = cute.arch.lane_idx()
     for i in cutlass.range(query_stages(columns), unroll=1):
         rows = min(columns, STAGE_ROWS)
+        if const_expr(columns % STAGE_ROWS != 0 and columns > STAGE_ROWS):
+            rows = cutlass.min(columns - i * STAGE_ROWS, STAGE_ROWS)
         cute.arch.mbarrier_wait(empty(barriers, stage_of(number + i)), phase_of(number + i) ^ 1)
         arrival = full(barriers, stage_of(number + i))
         with cute.arch.elect_one():

@@ -36,12 +36,12 @@ LANE_COLUMNS = 8
 """Neighbouring columns of a row that a lane rounds at once: 16 bytes in 16 bits."""
 PARTS = LATENT // (32 * LANE_COLUMNS)
 """Such columns of a lane in a latent row."""
-HELD_PRODUCTS, HELD_PER_TOKEN = 8, 2
-"""How many of the 16 products of a latent score have their queries in registers, with one scale and
-with a scale per token. Each takes 2 KB per KV block less from shared memory, and four registers,
-which the weights then lack. b=32 s=16 with 6, 8, 9 and 10: 492, 486, 486 and 503 us, and per token
-with 2, 4, 5 and 6: 551, 565, 583 and 603
-(docs/results/2026-11-19-nvidia-h200-fp8-held-rows.json)."""
+HELD = {(48, False): (16, 8), (48, True): (16, 8), (ROWS, False): (11, 3), (ROWS, True): (8, 2)}
+"""How many of the 16 products of a latent score have their queries in registers, by query rows on
+the N side and whether for clusters: with one scale, and with a scale per token. Each takes 2 KB per
+KV block less from shared memory, and four registers, which the weights then lack. b=32 s=16 with 9,
+10 and 11: 478.7, 478.8 and 475.8 us, serialised with 12; per token with 3, 4 and 5: 546.9, 562.2
+and 563.6 (docs/results/2026-11-20-nvidia-h200-fp8-rows48-rows.json)."""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
 STEP_ROWS = WARPGROUP_WARPS * ROWS_AT_ONCE
@@ -131,14 +131,19 @@ def round_queries(
     return scales[0], scales[1]
 
 
-def held_tensor(columns: int, per_token: bool) -> cute.Tensor | None:
+def held_tensor(columns: int, per_token: bool, clusters: bool) -> cute.Tensor | None:
     """Registers for the first columns of the queries: operand A, (byte, M tile, k).
 
-    None in kernels for fewer than 64 query rows, which memory bounds.
+    None in kernels for few query rows, which memory bounds.
+
+    Args:
+        columns: query rows on the N side.
+        per_token: whether there are scales per token.
+        clusters: whether the kernel is for clusters, whose code leaves fewer registers.
     """
-    if columns < ROWS:
+    if (columns, clusters) not in HELD:
         return None
-    products = HELD_PER_TOKEN if per_token else HELD_PRODUCTS
+    products = HELD[columns, clusters][per_token]
     layout = cute.make_layout(((4, 2, 2), 1, products), stride=((1, 4, 8), 0, 16))
     return cute.make_rmem_tensor(layout, Float8E4M3FN)
 

@@ -58,6 +58,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.weights import (
     keep_maxima,
     load_scales,
     opaque,
+    own_rows,
     weigh,
 )
 
@@ -94,25 +95,24 @@ def compute_all_scores(
     """
     thread, _, _ = cute.arch.thread_idx()
     t = thread % WARPGROUP
-    row0 = (t // 32) * 16 + t % 32 // 4
     thr_qk, thr_r = mmas.qk.get_slice(t), mmas.rope.get_slice(t)
+    per_token = blocks.scales is not None
     acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
     work = ScoreFragments(
         mmas.qk.make_fragment_A(thr_qk.partition_A(exchange.q)),
         mmas.rope.make_fragment_A(thr_r.partition_A(exchange.q_rope)),
         mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
         mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
-        held_tensor(columns, blocks.scales is not None), acc, two_rows(acc, KV_BLOCK),
+        held_tensor(columns, per_token, scheduler.clusters), acc, two_rows(acc, KV_BLOCK),
     )  # fmt: skip
-    state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(8)))
-    per_token = blocks.scales is not None
+    state = ScoreState(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
     tokens = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32) if const_expr(per_token) else None
     # Opaque, so that the compiler keeps them: it would compute them again in every KV block.
     words_at = opaque(exchange.p_bytes.toint() + t // 32 * 256 + t % 32 * 4)
-    rescales_at = opaque(exchange.scales.iterator.toint() + row0 * 4)
+    rescales_at = opaque(exchange.scales.iterator.toint() + own_rows(t)[0] * 4)
     step = ScoreStep(
-        mmas, work, state, exchange, blocks.scales, tokens, barriers, scheduler, columns, words_at,
-        rescales_at,
+        mmas, work, state, exchange, means.removed, blocks.scales, tokens, barriers, scheduler,
+        columns, words_at, rescales_at,
     )  # fmt: skip
     if const_expr(columns < ROWS):
         clear_queries(exchange, t, per_token)
@@ -125,10 +125,7 @@ def compute_all_scores(
         hold_queries(work.held, exchange.q_bytes, t)
         state.sums.fill(0.0)
         state.odd.fill(0.0)
-        state.top.fill(SCORE_FLOOR)
         state.bases.fill(WEIGHT_BITS - SCORE_FLOOR)
-        state.removed.fill(0.0)
-        state.removed_top.fill(SCORE_FLOOR)
         for i in cutlass.range_constexpr(2):
             state.factors[i] = scale_log2e * cache_scale * q_scales[i]
         stage = cute.arch.make_warp_uniform(stage_of(base))
@@ -141,6 +138,7 @@ def compute_all_scores(
         stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=Handover.TILE_BEGINS, number_of_threads=COMPUTING)
+        publish([([Float32(0.0)] * 2, means.removed)], t)
         keep_maxima(step, stage)
         set_apart(step, first_token, outputs, blocks.keys_bytes, tile, apart, stage, t)
         walk_parts(
@@ -149,7 +147,7 @@ def compute_all_scores(
             lambda pairs: weigh_means(step, means, pairs, t),
             lambda flushed: publish_flush(step, flushed, t),
         )  # fmt: skip
-        publish_tile(step, means, t)
+        publish_tile(step, t)
         base += 2 * tile.pairs
         if has_means(tile):
             phase ^= 1
@@ -163,44 +161,41 @@ def publish_flush(step: cutlass.Constexpr, flushed: Int32, t: Int32):
     What is there is relative to the maxima of the first flush, and so is what is added. A row whose
     maximum has risen by more than `MOST_RISE` starts again: its factor is negative.
     """
-    state = step.state
-    factors = cute.make_rmem_tensor(2, Float32)
+    first = step.exchange.fall
+    tops, factors, carried = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(2):
-        rise = state.top[r] - state.carried[r]
+        tops[r] = WEIGHT_BITS - step.state.bases[r]
+        carried[r] = first[own_rows(t)[r]]
+        rise = tops[r] - carried[r]
         factors[r] = Float32(-1.0)
         if flushed == 0 or rise > MOST_RISE:
-            state.carried[r] = state.top[r]
+            carried[r] = tops[r]
         else:
             factors[r] = cute.math.exp2(rise, fastmath=True)
-    publish([(factors, step.exchange.flush)], t)
+    cute.arch.sync_warp()  # the threads of a row have read what is written now
+    publish([(factors, step.exchange.flush), (carried, first)], t)
     cute.arch.barrier_arrive(barrier_id=Handover.FLUSH, number_of_threads=COMPUTING)
 
 
 @cute.jit
-def publish_tile(step: cutlass.Constexpr, means: cutlass.Constexpr, t: Int32):
+def publish_tile(step: cutlass.Constexpr, t: Int32):
     """What the value warpgroups need of the rows when a tile ends."""
     state, exchange = step.state, step.exchange
+    tops, fall = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
     for r in cutlass.range_constexpr(2):
         state.sums[r] = row_sum(state.sums[r])
-        fall = state.removed_top[r] - state.top[r]
-        state.removed[r] = state.removed[r] * cute.math.exp2(fall, fastmath=True)
-        state.carried[r] = cute.math.exp2(state.carried[r] - state.top[r], fastmath=True)
-    publish(
-        [
-            (state.sums, exchange.row_sum), (state.top, exchange.row_max),
-            (state.carried, exchange.fall), (state.removed, means.removed),
-        ],
-        t,
-    )  # fmt: skip
+        tops[r] = WEIGHT_BITS - state.bases[r]
+        fall[r] = cute.math.exp2(exchange.fall[own_rows(t)[r]] - tops[r], fastmath=True)
+    cute.arch.sync_warp()  # see `publish_flush`
+    publish([(state.sums, exchange.row_sum), (tops, exchange.row_max), (fall, exchange.fall)], t)
     cute.arch.barrier_arrive(barrier_id=Handover.TILE, number_of_threads=COMPUTING)
 
 
-def publish(numbers: list[tuple[cute.Tensor, cute.Tensor]], t: Int32) -> None:
+def publish(numbers: list[tuple[Any, cute.Tensor]], t: Int32) -> None:
     """Numbers of the rows into shared memory; the four threads of a row have the same."""
-    row0 = (t // 32) * 16 + t % 32 // 4
     for own, shared in numbers:
         for r in range(2):
-            shared[row0 + 8 * r] = own[r]
+            shared[own_rows(t)[r]] = own[r]
 
 
 @cute.jit

@@ -88,7 +88,7 @@ class Exchange:
         p: [columns, 64, stage] e4m3 weights and their pointer `p_bytes`.
         row_sum, row_max: [64] sums of probabilities and maxima, when a tile ends.
         flush: [64] factors of an output that moves to memory.
-        fall: [64] factors of the output in memory, when a tile ends.
+        fall: [64] maxima to which the output in memory is relative; when a tile ends, its factors.
         scales: [64, stage] factors by which the maximum of a KV block rescales.
         risen: [stage] number of the last stage in whose KV block a maximum rose.
         factors, shares: [64, value warpgroup] factors of the output and of the first token, when a
@@ -121,7 +121,7 @@ class Means:
             0.
         scale: [1] mean scale of the tokens; 1 with one scale for the whole cache.
         weights: [columns, 32] e4m3 weights of the means.
-        removed: [64] what was subtracted from a row, in weights of the means, when a tile ends.
+        removed: [64] what was subtracted from a row so far, in weights of the means.
         first_block: [1] see `produce`.
         ready, free: mbarriers of means that are there, and of those of a tile that has ended.
     """
@@ -188,21 +188,14 @@ class ScoreState:
         sums: of its probabilities.
         odd: how much more every other KV block has of them than the others, with either sign
             (`means.py`).
-        top, bases: running maximum, and what makes powers of two weights below it.
+        bases: what makes powers of two weights: `WEIGHT_BITS` less the running maximum.
         factors: from scores to powers of two.
-        carried: maximum to which the output in memory is relative (`flush_factors`).
-        removed, removed_top: what was subtracted from a row, in weights of the means, and the
-            maximum to which that is relative.
     """
 
     sums: Any
     odd: Any
-    top: Any
     bases: Any
     factors: Any
-    carried: Any
-    removed: Any
-    removed_top: Any
 
 
 @dataclass(frozen=True)
@@ -211,6 +204,7 @@ class ScoreStep:
 
     Attributes:
         mmas, work, state, exchange: `Mmas`, `ScoreFragments`, `ScoreState`, `Exchange`.
+        removed: see `Means`.
         scales: of the tokens in all stages, or None.
         tokens: scales of this thread's tokens of a KV block in registers, or None.
         barriers: mbarriers.
@@ -223,6 +217,7 @@ class ScoreStep:
     work: Any
     state: Any
     exchange: Any
+    removed: Any
     scales: Any
     tokens: Any
     barriers: Any

@@ -117,23 +117,27 @@ def weigh(step: cutlass.Constexpr, stage: Int32, number: Int32, t: Int32, words_
         words_at: where this thread's first weights go.
     """
     state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
+    removed = step.removed
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
     added = cute.make_rmem_tensor(2, Float32)
     saturated = weigh_tokens(step, held_scales(step.tokens), added, row0, words_at)
     if cute.arch.vote_any_sync(saturated):
         scale = cute.make_rmem_tensor(2, Float32)
-        best = cute.make_rmem_tensor(2, Float32)
+        best, tops = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         hidden_lane = opaque(lane)
         highest_exponents(s, best, state, scales, stage, hidden_lane)
         for r in cutlass.range_constexpr(2):
-            if state.top[r] == SCORE_FLOOR:
+            tops[r] = WEIGHT_BITS - state.bases[r]
+            if tops[r] == SCORE_FLOOR:
                 best[r] = best[r] + FIRST_BITS
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
-        raise_max(best, state.top, scale, state.sums, Float32(1.0), margin)
+        raise_max(best, tops, scale, state.sums, Float32(1.0), margin)
         for r in cutlass.range_constexpr(2):
             state.odd[r] = state.odd[r] * scale[r]
-            state.bases[r] = WEIGHT_BITS - state.top[r]
+            state.bases[r] = WEIGHT_BITS - tops[r]
+            if hidden_lane % 4 == 0:
+                removed[row0 + 8 * r] = removed[row0 + 8 * r] * scale[r]
         weigh_tokens(step, stored_scales(scales, stage, hidden_lane), added, row0, words_at)
         if lane == 0:
             exchange.risen[stage] = number
@@ -141,6 +145,12 @@ def weigh(step: cutlass.Constexpr, stage: Int32, number: Int32, t: Int32, words_
     for r in cutlass.range_constexpr(2):
         state.sums[r] = state.sums[r] + added[r]
         state.odd[r] = added[r] - state.odd[r]
+
+
+def own_rows(t: Any) -> tuple[Any, Any]:
+    """The two rows of a thread of the score warpgroup."""
+    row = t // 32 * 16 + t % 32 // 4
+    return row, row + 8
 
 
 def keep_maxima(step: Any, stage: Any) -> None:
