@@ -17,13 +17,14 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import column_bytes, floats, thread_place
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import rows_of
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     HALF,
     MEAN_PAIRS,
     TILE_BYTES,
     WEIGHT_BITS,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.weights import floor_log2
+from mla_var3.kernel.cute_python.mla.latent_fp8.weights import floor_log2, own_rows
 
 NOT_APART = -1.0
 """In place of the first token's scale, which is not negative: it is among the others."""
@@ -80,10 +81,10 @@ def set_apart(
             scale = step.scales[0, stage]
         if t % 4 == 0:
             for r in cutlass.range_constexpr(2):
-                row = tile.row + (t // 32) * 16 + t % 32 // 4 + 8 * r
-                if row < tile.rows:
+                row = own_rows(t)[r]
+                if row < rows_of(tile, step.columns):
                     score = scores[r] * step.state.factors[r] * scale
-                    outputs.lse[tile.base + row] = score
+                    outputs.lse[tile.base + tile.row + row] = score
         # A thread brings four columns of a column tile. Row 0 of a tile is not swizzled.
         column = t % 32 * 4
         source = keys_bytes.toint() + (stage * 4 + t // 32) * TILE_BYTES + column

@@ -185,11 +185,11 @@ def compute_means(
                     # 16 bytes are swizzled by the row.
                     add_columns(sums, sizes, (at + row * 128) ^ (row * 16))
                 lane = hidden(offset, number) % 128 // 4
-                reader = lane
+                reader = lane_behind(lane, *(sizes[i] for i in range(2)))
                 if const_expr(scales is not None):
                     stage = stage_of(number)
                     reference += scales[lane, stage] + scales[lane + 32, stage]
-                    reader = lane_behind(lane, reference)
+                    reader = lane_behind(reader, reference)
                 cute.arch.sync_warp()
                 release(empty(barriers, stage_of(number)), reader)
                 number += 1

@@ -35,6 +35,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import (
     with_first,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import end_tile, restore
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import rows_of
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
     HALF,
@@ -178,7 +179,7 @@ def finish(
             )
     slot = partial_slot(tile, scheduler)
     partial, exists = writes(tile, Boolean(True), group, scheduler)
-    rows = tile.rows - tile.row
+    rows = rows_of(tile, columns)
     if not exists:
         rows = Int32(0)
     lse, lse_partial = outputs.lse, outputs.lse_partial
