@@ -223,7 +223,22 @@ def test_numbers_are_rounded_as_after_a_division(dtype):
     assert_as_torch(torch.cat(rows).view(-1, K), dtype)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3, 1 - 2.0**-24, 2.0**-100])
+@pytest.mark.parametrize("dtype", ["fp8_per_token", "fp8_ds_mla"])
+def test_rows_of_any_size(dtype, generator):
+    """Every exponent of a peak, subnormal ones too, beside infinities, NaN and zeros."""
+    exponents = torch.arange(-133, 128).double()[:, None]
+    rows = (torch.rand(len(exponents), K, generator=generator) * 2 - 1) * 2**exponents
+    rows = torch.cat([rows, rows * 2.0 ** -torch.arange(K)])
+    odd = rows.clone()
+    odd[::3, 7::20], odd[1::3, 3], odd[2::3, 9] = torch.inf, -torch.inf, torch.nan
+    odd[::4, :128] = 0
+    assert_as_torch(torch.cat([rows, odd]), dtype)
+
+
+SCALES = [1.0, 0.1, 1 / 3, 1 - 2.0**-24, 2.0**-100, 2.0**100, 1e-40, (2 - 2.0**-23) * 2.0**90]
+
+
+@pytest.mark.parametrize("scale", SCALES)
 def test_all_numbers_with_a_given_scale(scale):
     """Also where all bits of the scale are set, and where it is far from 1."""
     numbers = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
@@ -247,6 +262,23 @@ def test_models_without_rope(generator):
     assert cache.index.kernels._launched
     assert torch.equal(cache.buffer[0, :3], rows[0])
     assert torch.equal(cache.buffer[1, 0], rows[1, 0]) and not cache.buffer[1, 1:].any()
+
+
+def test_rows_are_read_early_only_behind_the_own_kernel(monkeypatch):
+    """What computed the rows may still run where another kernel is in front."""
+    launched = []
+
+    def launch(launch: ct_kernel.Launch) -> None:
+        launched.append((launch.kernel, launch.early))
+
+    monkeypatch.setattr(ct_kernel, "launch_kernel", launch)
+    cache, rows = by_kernel(**PAGED), [torch.zeros(B, 2, x).bfloat16() for x in (K, P)]
+    writing, reserving = append_rows.append_rows, reserve_pages.reserve_pages
+    for early, pages in ((False, True), (True, True), (True, False)):
+        cache.index.kernels.early, cache.index.kernels.pages = early, pages
+        cache.append(*rows)
+    own = [(reserving, False), (writing, False), (reserving, False), (writing, True)]
+    assert launched == [*own, (writing, False)]
 
 
 @pytest.mark.slow

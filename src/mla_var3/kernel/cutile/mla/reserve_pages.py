@@ -86,9 +86,14 @@ def reserve_pages(
     COPIES: ConstBool,
 ):  # fmt: skip
     # All tiles [B] unless noted. slots: of a request. COPIES: whether pages have several owners.
+    ct.grid_dependency_control_launch_dependents()  # `append_rows` reads its rows meanwhile
     requests = ct.arange(B, dtype=ct.int32)
     live = requests < lengths.shape[0]
+    # Whatever is read from known places is read before anything waits.
     length = ct.gather(lengths, requests)
+    refused_before = ct.gather(refused, requests)
+    if PAGED:
+        count = ct.load(free_count, (0,), (1,))  # [1]
     if KIND == ALL:
         asked = ct.where(live, most, 0)
     else:
@@ -111,7 +116,6 @@ def reserve_pages(
             need = need + copied.astype(ct.int32)
             first = held - copied.astype(ct.int32)
         total = ct.cumsum(need, 0)
-        count = ct.load(free_count, (0,), (1,))  # [1]
         granted = within & ((need == 0) | (total <= count))
         need = ct.where(granted, need, 0)
         # From here on [B, STEPS]: the pages of every request, STEPS at a time.
@@ -133,7 +137,7 @@ def reserve_pages(
     fits = ct.where(granted, asked, 0)
     ct.scatter(taken, requests, fits)
     ct.scatter(lengths, requests, length + fits)
-    ct.scatter(refused, requests, ct.gather(refused, requests) + asked - fits)
+    ct.scatter(refused, requests, refused_before + asked - fits)
 
 
 @ct.function
