@@ -97,8 +97,8 @@ def test_more_pages_than_a_tile(tile, monkeypatch):
 def in_steps_of_one(make: Any) -> Any:
     def changed(*args: Any, **options: Any) -> ct_kernel.Launch:
         launch: ct_kernel.Launch = make(*args, **options)
-        rows, _, *others = launch.constants
-        return launch._replace(constants=(rows, 1, *others))
+        rows, _, _, *others = launch.constants
+        return launch._replace(constants=(rows, 1, False, *others))
 
     return changed
 
@@ -113,11 +113,16 @@ MUTATIONS = {
     "a partial page is dropped": ("(tokens - 1) // PAGE + 1", "(tokens + 0) // PAGE"),
     "refused tokens stay": ("ct.scatter(refused, requests, 0, mask=gone)", "pass"),
 }
+WITHOUT_FORKS = {
+    "refused pages are gone": ("count - ct.where(beyond, before, total)", "count - total"),
+    "a refusal hides what was taken": ("refused_first | (~beyond", "(~beyond"),
+}
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [*MUTATIONS, *WITHOUT_FORKS])
 def test_planted_bugs_are_caught(name, tmp_path, monkeypatch):
-    source, (old, new) = Path(reserve_pages.__file__).read_text(), MUTATIONS[name]
+    old, new = {**MUTATIONS, **WITHOUT_FORKS}[name]
+    source = Path(reserve_pages.__file__).read_text()
     assert source.count(old) == 1
     path = tmp_path / "mutated.py"
     path.write_text(source.replace(old, new))
@@ -125,7 +130,7 @@ def test_planted_bugs_are_caught(name, tmp_path, monkeypatch):
     for launch in ("reserve_launch", "release_launch", "copy_launch"):
         monkeypatch.setattr(reserve_pages, launch, getattr(module, launch))
     with pytest.raises(AssertionError, match="step"):
-        Steps(pages_only(), seed=5, forks=True).run(60)
+        Steps(pages_only(), seed=5, forks=name in MUTATIONS).run(60)
 
 
 @pytest.mark.parametrize("options", [{}, PAGED])
@@ -233,6 +238,28 @@ def test_rows_of_any_size(dtype, generator):
     odd[::3, 7::20], odd[1::3, 3], odd[2::3, 9] = torch.inf, -torch.inf, torch.nan
     odd[::4, :128] = 0
     assert_as_torch(torch.cat([rows, odd]), dtype)
+
+
+def test_rope_over_any_scale(generator):
+    """Keys far above and below the latent row, whose peak is any number, or zero."""
+    m = 1024
+    exponents = torch.randint(-60, 60, (m,), generator=generator)
+    peaks = (1 + torch.arange(m) % 128 / 128) * 2.0**exponents
+    peaks[::50] = 0
+    latent = peaks[:, None].expand(m, K).bfloat16()
+    bits = torch.randint(-(2**15), 2**15, (m, P), generator=generator)
+    rope = bits.short().view(torch.bfloat16)
+    bound = peaks[:, None] * 2.0 ** torch.randint(-140, 70, (m, P), generator=generator)
+    near = (torch.rand(m, P, generator=generator).double() * bound).bfloat16()
+    rope = torch.where(torch.arange(m)[:, None] % 4 == 0, rope, near)
+    buffers = []
+    for kernel in (False, True):
+        cache = LatentCache.allocate(1, m, k=K, p=P, dtype="fp8_per_token")
+        if kernel:
+            cache.index.kernels.serve(float8=True, fp8=True)
+        cache.append(latent[None], rope[None])
+        buffers.append(cache.buffer)
+    assert torch.equal(*buffers)
 
 
 SCALES = [1.0, 0.1, 1 / 3, 1 - 2.0**-24, 2.0**-100, 2.0**100, 1e-40, (2 - 2.0**-23) * 2.0**90]

@@ -170,7 +170,9 @@ class CacheKernels:
         pages: whether kernels keep lengths and pages.
         rows: whether a kernel writes tokens.
         early: whether that kernel begins, and reads the tokens, while `reserve_pages` still runs.
-            What computed the tokens has ended before `reserve_pages` began.
+            What computed the tokens has ended before `reserve_pages` began, which itself never
+            begins early: its wait would show it what was written before, but nothing that CUDA
+            documents would show it to the next kernel.
     """
 
     def __init__(self, index: CacheIndex) -> None:

@@ -41,9 +41,10 @@ INF = float("inf")
 NAN = float("nan")
 
 ROWS = 4
-"""Tokens of a CTA: a warp has one (tileiras 13.4, sm_90, k=512). Before rows were read early, 64 x
-512 tokens in "fp8_per_token" took 22 us on an H200; with 2 rows 36, with 8, whose peaks go through
-shared memory, 25 (docs/results/2026-11-16-nvidia-h200-fp8-latent.md)."""
+"""Tokens of a CTA: a warp has one (tileiras 13.4, sm_90, k=512). On an H200 8 of them, whose peaks
+go through shared memory, take 3.0 to 3.4 us longer in "fp8_per_token", at 64 x 512 and 1 x 32768
+tokens, 0.8 in "fp8_ds_mla", and 0.1 to 0.3 less in "fp8". Before rows were read early, 2 took 14
+longer (docs/results/2026-11-16-nvidia-h200-fp8-latent.md)."""
 NO_ROW = 2**30
 MOST_CTAS = 65535
 """In the second and third dimension of a grid. Tiles are in the second where they fit: for an index
@@ -91,7 +92,8 @@ def reciprocal(scale):
     # [R, 1], plain -> two addends of 1 / scale, both positive: 16 bits, and the rest but 2**-35 of
     # it. All sums and products but the last are exact, so it does not matter which become an FMA.
     # The approximation is off by at most two units in its last place.
-    near = ct.truediv(1.0, scale, rounding_mode=ct.RoundingMode.APPROX)
+    approximate = ct.RoundingMode.APPROX
+    near = ct.truediv(1.0, scale, rounding_mode=approximate, flush_to_zero=True)
     below = ct.bitcast(ct.bitcast(near, ct.int32) - 4, ct.float32)
     high = leading(below, 8)
     first = leading(scale, 16)
@@ -107,6 +109,16 @@ def quotient(x, high, low):
     # float32. So both are the same, or x / scale is that close to the middle between a tie of e4m3,
     # of 5 bits, and the next float32. With a scale of 24 bits and x of 8, only 2**24 - 1 can do so.
     return x * high + x * low
+
+
+@ct.function
+def rope_quotient(key, high, low):
+    # key [R, C] over a plain scale of at least ROPE_SHARE of it. bfloat16 rounds it as key / scale:
+    # tried with all keys and all scales, 256 of them up to a power of two. Small keys are scaled
+    # up, so that no product that counts is subnormal.
+    small = ct.abs(key) < 1.0
+    scaled = quotient(ct.where(small, key * 2.0**64, key), high, low)
+    return ct.where(small, scaled * 2.0**-64, scaled)
 
 
 @ct.function
@@ -157,14 +169,16 @@ def append_rows(
         key = ct.gather(rope, (held, rope_columns), check_bounds=False)
     if B > 0:
         # One read of all ends, where a search would wait for memory at every step; [B]. One sum
-        # counts for every row the requests that end before it, fewer than 2**BITS.
-        BITS = 64 // ROWS
+        # counts for every row the requests that end before it, at most B, which is below 2**BITS.
+        FEW = B < 1 << 32 // ROWS - 1
+        WORD = ct.int32 if FEW else ct.int64
+        BITS = (32 if FEW else 64) // ROWS
         ends = ct.gather(bounds, ct.arange(B, dtype=ct.int32) + 1, padding_value=NO_ROW)
-        counts = ct.zeros((B,), dtype=ct.int64)
+        counts = ct.zeros((B,), dtype=WORD)
         for row in ct.static_iter(range(ROWS)):
             over = ends <= ct.bid(AXIS) * ROWS + row
-            counts = counts + (over.astype(ct.int64) << row * BITS)
-        request = (ct.sum(counts) >> (steps * BITS).astype(ct.int64)) & (1 << BITS) - 1
+            counts = counts + (over.astype(WORD) << row * BITS)
+        request = (ct.sum(counts) >> (steps * BITS).astype(WORD)) & (1 << BITS) - 1
         request = ct.minimum(request, lengths.shape[0] - 1).astype(ct.int32)
         first = ct.gather(bounds, request, check_bounds=False)
         offsets = (offsets - first).astype(ct.int32)
@@ -179,6 +193,8 @@ def append_rows(
         places = places - column * PAGE
     inside = (offsets >= 0) & (offsets < new) & (page >= 0) & (page < latent_out.shape[0])
     inside = inside & (places >= 0) & (places < PAGE)
+    # With scales per token what follows depends on `inside`, too: otherwise tileiras 13.4 puts the
+    # read of the block table behind all that waits for rows and their peaks.
 
     if GROUPS == 0:
         one = ct.load(scale, (0,), (1,)).reshape((1, 1))
@@ -212,22 +228,27 @@ def append_rows(
             key = key.astype(ct.float32)
             least = ct.max(finite(key), 1, keepdims=True) * ROPE_SHARE
         scales = ct.maximum(own, least)
-        odd = (own <= LEAST_PLAIN) | (scales >= MOST_PLAIN)
+        odd = ((own <= LEAST_PLAIN) | (scales >= MOST_PLAIN)) & inside
         if ct.max(odd.astype(ct.int32)) == 0:
             high, low = reciprocal(scales)
             x8 = quotient(x, high, low).astype(latent_out.dtype)
             y8 = quotient(y, high, low).astype(latent_out.dtype)
+            if OVER_SCALE and P > 0:
+                key16 = rope_quotient(key, high, low).astype(rope_out.dtype)
         else:
             own = scale_of(ct.max(ct.maximum(finite(x), finite(y)), 1, keepdims=True))
             scales = ct.maximum(own, least)
+            if OVER_SCALE and P > 0:
+                key16 = (key / scales).astype(rope_out.dtype)
             x8 = divided(x, scales, latent_out.dtype)
             y8 = divided(y, scales, latent_out.dtype)
         x, y = x8, y8
         if OVER_SCALE and P > 0:
-            key = (key / scales).astype(rope_out.dtype)
+            key = key16
         ct.scatter(scales_out, (page, places, 0), scales, mask=inside, check_bounds=False)
     elif GROUPS > 1:
         half = GROUPS // 2
+        x = ct.where(inside, x, 0)
         # Groups of columns as rows, [ROWS * half, K / GROUPS].
         x = x.astype(ct.float32).reshape((ROWS * half, -1))
         y = y.astype(ct.float32).reshape((ROWS * half, -1))
