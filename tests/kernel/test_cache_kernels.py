@@ -97,8 +97,8 @@ def test_more_pages_than_a_tile(tile, monkeypatch):
 def in_steps_of_one(make: Any) -> Any:
     def changed(*args: Any, **options: Any) -> ct_kernel.Launch:
         launch: ct_kernel.Launch = make(*args, **options)
-        rows, _, *others = launch.constants
-        return launch._replace(constants=(rows, 1, *others))
+        rows, _, _, *others = launch.constants
+        return launch._replace(constants=(rows, 1, False, *others))
 
     return changed
 
@@ -113,11 +113,16 @@ MUTATIONS = {
     "a partial page is dropped": ("(tokens - 1) // PAGE + 1", "(tokens + 0) // PAGE"),
     "refused tokens stay": ("ct.scatter(refused, requests, 0, mask=gone)", "pass"),
 }
+WITHOUT_FORKS = {
+    "refused pages are gone": ("count - ct.where(beyond, before, total)", "count - total"),
+    "a refusal hides what was taken": ("refused_first | (~beyond", "(~beyond"),
+}
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [*MUTATIONS, *WITHOUT_FORKS])
 def test_planted_bugs_are_caught(name, tmp_path, monkeypatch):
-    source, (old, new) = Path(reserve_pages.__file__).read_text(), MUTATIONS[name]
+    old, new = {**MUTATIONS, **WITHOUT_FORKS}[name]
+    source = Path(reserve_pages.__file__).read_text()
     assert source.count(old) == 1
     path = tmp_path / "mutated.py"
     path.write_text(source.replace(old, new))
@@ -125,7 +130,7 @@ def test_planted_bugs_are_caught(name, tmp_path, monkeypatch):
     for launch in ("reserve_launch", "release_launch", "copy_launch"):
         monkeypatch.setattr(reserve_pages, launch, getattr(module, launch))
     with pytest.raises(AssertionError, match="step"):
-        Steps(pages_only(), seed=5, forks=True).run(60)
+        Steps(pages_only(), seed=5, forks=name in MUTATIONS).run(60)
 
 
 @pytest.mark.parametrize("options", [{}, PAGED])
@@ -223,7 +228,44 @@ def test_numbers_are_rounded_as_after_a_division(dtype):
     assert_as_torch(torch.cat(rows).view(-1, K), dtype)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3, 1 - 2.0**-24, 2.0**-100])
+@pytest.mark.parametrize("dtype", ["fp8_per_token", "fp8_ds_mla"])
+def test_rows_of_any_size(dtype, generator):
+    """Every exponent of a peak, subnormal ones too, beside infinities, NaN and zeros."""
+    exponents = torch.arange(-133, 128).double()[:, None]
+    rows = (torch.rand(len(exponents), K, generator=generator) * 2 - 1) * 2**exponents
+    rows = torch.cat([rows, rows * 2.0 ** -torch.arange(K)])
+    odd = rows.clone()
+    odd[::3, 7::20], odd[1::3, 3], odd[2::3, 9] = torch.inf, -torch.inf, torch.nan
+    odd[::4, :128] = 0
+    assert_as_torch(torch.cat([rows, odd]), dtype)
+
+
+def test_rope_over_any_scale(generator):
+    """Keys far above and below the latent row, whose peak is any number, or zero."""
+    m = 1024
+    exponents = torch.randint(-60, 60, (m,), generator=generator)
+    peaks = (1 + torch.arange(m) % 128 / 128) * 2.0**exponents
+    peaks[::50] = 0
+    latent = peaks[:, None].expand(m, K).bfloat16()
+    bits = torch.randint(-(2**15), 2**15, (m, P), generator=generator)
+    rope = bits.short().view(torch.bfloat16)
+    bound = peaks[:, None] * 2.0 ** torch.randint(-140, 70, (m, P), generator=generator)
+    near = (torch.rand(m, P, generator=generator).double() * bound).bfloat16()
+    rope = torch.where(torch.arange(m)[:, None] % 4 == 0, rope, near)
+    buffers = []
+    for kernel in (False, True):
+        cache = LatentCache.allocate(1, m, k=K, p=P, dtype="fp8_per_token")
+        if kernel:
+            cache.index.kernels.serve(float8=True, fp8=True)
+        cache.append(latent[None], rope[None])
+        buffers.append(cache.buffer)
+    assert torch.equal(*buffers)
+
+
+SCALES = [1.0, 0.1, 1 / 3, 1 - 2.0**-24, 2.0**-100, 2.0**100, 1e-40, (2 - 2.0**-23) * 2.0**90]
+
+
+@pytest.mark.parametrize("scale", SCALES)
 def test_all_numbers_with_a_given_scale(scale):
     """Also where all bits of the scale are set, and where it is far from 1."""
     numbers = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
@@ -247,6 +289,23 @@ def test_models_without_rope(generator):
     assert cache.index.kernels._launched
     assert torch.equal(cache.buffer[0, :3], rows[0])
     assert torch.equal(cache.buffer[1, 0], rows[1, 0]) and not cache.buffer[1, 1:].any()
+
+
+def test_rows_are_read_early_only_behind_the_own_kernel(monkeypatch):
+    """What computed the rows may still run where another kernel is in front."""
+    launched = []
+
+    def launch(launch: ct_kernel.Launch) -> None:
+        launched.append((launch.kernel, launch.early))
+
+    monkeypatch.setattr(ct_kernel, "launch_kernel", launch)
+    cache, rows = by_kernel(**PAGED), [torch.zeros(B, 2, x).bfloat16() for x in (K, P)]
+    writing, reserving = append_rows.append_rows, reserve_pages.reserve_pages
+    for early, pages in ((False, True), (True, True), (True, False)):
+        cache.index.kernels.early, cache.index.kernels.pages = early, pages
+        cache.append(*rows)
+    own = [(reserving, False), (writing, False), (reserving, False), (writing, True)]
+    assert launched == [*own, (writing, False)]
 
 
 @pytest.mark.slow

@@ -129,9 +129,10 @@ class CtKernel(KernelStage):
         return kernel_source_files(self.kernel_fn._pyfunc)
 
 
-def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
+def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any], early: bool = False) -> None:
+    stream = torch.cuda.current_stream()
     try:
-        ct.launch(torch.cuda.current_stream(), grid, kernel, tuple(args))
+        ct.launch(stream, grid, kernel, tuple(args), programmatic_dependent_launch=early)
     except (ct.TileError, OSError) as error:  # compiled at the first launch, in temporary files
         name = kernel._pyfunc.__name__
         raise KernelCompileError(f"{name}: {first_lines(error)}") from error
@@ -142,12 +143,17 @@ def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
 
 
 class Launch(NamedTuple):
-    """A launch that is no stage of a plan; `constants` are its last arguments, compiled in."""
+    """A launch that is no stage of a plan; `constants` are its last arguments, compiled in.
+
+    An `early` one may begin before the kernel in front of it on the stream has ended (programmatic
+    dependent launch, from compute capability 9.0 on), and waits for it in its own code.
+    """
 
     kernel: Any
     grid: Grid
     operands: tuple[Any, ...]
     constants: tuple[Any, ...]
+    early: bool = False
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -163,7 +169,7 @@ def specialisation(tensor: torch.Tensor) -> tuple[object, ...]:
 def launch_kernel(launch: Launch) -> None:
     """Launch where the tensors are; CPU tensors run the kernel in the interpreter."""
     if any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in launch.operands):
-        _launch_on_gpu(launch.kernel, launch.grid, launch.args)
+        _launch_on_gpu(launch.kernel, launch.grid, launch.args, launch.early)
         return
     from mla_var3.runtime import interpreter
 

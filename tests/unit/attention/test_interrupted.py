@@ -174,7 +174,7 @@ def test_a_failed_fork_leaves_empty_requests(generator, monkeypatch):
 def test_without_a_disk_to_compile_on_torch_appends(generator, monkeypatch, caplog):
     """cuTile compiles in a folder for temporary files, which may be full, or gone after weeks."""
 
-    def launch(*arguments: Any) -> None:
+    def launch(*arguments: Any, **options: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", "/tmp/gone/append.bytecode")
 
     monkeypatch.setattr(ct_kernel.ct, "launch", launch)

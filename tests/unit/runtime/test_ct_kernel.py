@@ -151,15 +151,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], CtKernel]:
 
 def test_a_launch_on_cuda_goes_to_the_current_stream(on_gpu):
     seen: list[tuple[Any, ...]] = []
-    on_gpu(lambda *arguments: seen.append(arguments)).launch()
-    [(stream, grid, _, args)] = seen
+    on_gpu(lambda *arguments, **options: seen.append((*arguments, options))).launch()
+    [(stream, grid, _, args, options)] = seen
+    assert options == {"programmatic_dependent_launch": False}
     assert (stream, grid, args[2:]) == ("the stream", (3,), (0.5, 8))
 
 
 def test_a_kernel_that_does_not_compile_at_its_first_launch(on_gpu):
     """The just-in-time compiler's error is one of ours, like that of `compile`."""
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise ct.TileError("no room in shared memory", None)
 
     with pytest.raises(KernelCompileError, match="add_number"):

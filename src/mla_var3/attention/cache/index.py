@@ -1,11 +1,11 @@
 """Where the tokens of a cache are: lengths, refused tokens, pages.
 
 Every change has two implementations with the same results, bit by bit. Kernels: `append` is two
-launches, `truncate` and `evict` one (`reserve_pages` and `append_rows` in `kernel/cutile/mla/`);
-once a cache has forked, `append` has one more, which copies pages. And torch: on the CPU, on GPUs
-before Ampere, in traced programs, for batches and widths that no kernel serves, and where a CUDA
-graph captures a kernel that was never launched: a first launch compiles, which no graph may
-capture.
+launches, of which the second may begin early, `truncate` and `evict` one (`reserve_pages` and
+`append_rows` in `kernel/cutile/mla/`); once a cache has forked, `append` has one more, which copies
+pages. And torch: on the CPU, on GPUs before Ampere, in traced programs, for batches and widths that
+no kernel serves, and where a CUDA graph captures a kernel that was never launched: a first launch
+compiles, which no graph may capture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)
-"""Least compute capability for which cuTile compiles, and has float8."""
+EARLY_CAPABILITY = (9, 0)
+"""Least compute capability for which cuTile compiles, has float8, and kernels may begin early."""
 
 
 class CacheIndex:
@@ -168,6 +169,10 @@ class CacheKernels:
     Attributes:
         pages: whether kernels keep lengths and pages.
         rows: whether a kernel writes tokens.
+        early: whether that kernel begins, and reads the tokens, while `reserve_pages` still runs.
+            What computed the tokens has ended before `reserve_pages` began, which itself never
+            begins early: its wait would show it what was written before, but nothing that CUDA
+            documents would show it to the next kernel.
     """
 
     def __init__(self, index: CacheIndex) -> None:
@@ -177,9 +182,10 @@ class CacheKernels:
         self._failed: set[object] = set()
         storage = index.storage
         capability = _capability(storage.buffer.device)
-        self.pages = self.rows = False
+        self.pages = self.rows = self.early = self._reserved = False
         if capability >= LEAST_CAPABILITY:
             self.serve(float8=capability >= FLOAT8_CAPABILITY, fp8=storage.format is not None)
+            self.early = capability >= EARLY_CAPABILITY
 
     def serve(self, *, float8: bool, fp8: bool) -> None:
         """Use kernels where they serve the cache, on a device with or without float8."""
@@ -206,7 +212,8 @@ class CacheKernels:
             index.lengths, index.refused, tokens.given, _pool(index.pages), taken, sources,
             most=tokens.most, slots=index.shape.t,
         )  # fmt: skip
-        return (taken, sources) if self._launch(launch, tokens.given) else None
+        self._reserved = self._launch(launch, tokens.given)
+        return (taken, sources) if self._reserved else None
 
     def release(self, dropped: Tensor) -> bool:
         if not self.pages or torch.compiler.is_compiling():
@@ -247,6 +254,7 @@ class CacheKernels:
             latent, rope, taken, index.lengths, tokens.bounds, table, *self._parts[1],
             storage.format,
         )  # fmt: skip
+        launch = launch._replace(early=self.early and self.pages and self._reserved)
         return self._launch(launch, latent, rope, tokens.bounds)
 
     def _launch(self, launch: Any, *given: Tensor | None) -> bool:

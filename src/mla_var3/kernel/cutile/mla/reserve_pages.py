@@ -82,13 +82,19 @@ def disown(owners, free, count, pages, lost, b):
 @ct.kernel
 def reserve_pages(
     lengths, refused, counts, block_table, owners, free, free_count, taken, sources, most, slots,
-    B: ConstInt, STEPS: ConstInt, KIND: ConstInt, PAGED: ConstBool, PAGE: ConstInt,
-    COPIES: ConstBool,
+    B: ConstInt, STEPS: ConstInt, ONCE: ConstBool, KIND: ConstInt, PAGED: ConstBool,
+    PAGE: ConstInt, COPIES: ConstBool,
 ):  # fmt: skip
-    # All tiles [B] unless noted. slots: of a request. COPIES: whether pages have several owners.
+    # All tiles [B] unless noted. slots: of a request. STEPS: pages of a request at a time. ONCE:
+    # whether none needs more. COPIES: whether pages have several owners.
+    ct.grid_dependency_control_launch_dependents()  # `append_rows` reads its rows meanwhile
     requests = ct.arange(B, dtype=ct.int32)
     live = requests < lengths.shape[0]
+    # Whatever is read from known places is read before anything waits.
     length = ct.gather(lengths, requests)
+    refused_before = ct.gather(refused, requests)
+    if PAGED:
+        count = ct.gather(free_count, ct.zeros((1,), dtype=ct.int32), check_bounds=False)  # [1]
     if KIND == ALL:
         asked = ct.where(live, most, 0)
     else:
@@ -111,29 +117,42 @@ def reserve_pages(
             need = need + copied.astype(ct.int32)
             first = held - copied.astype(ct.int32)
         total = ct.cumsum(need, 0)
-        count = ct.load(free_count, (0,), (1,))  # [1]
         granted = within & ((need == 0) | (total <= count))
+        before = total - need
+        if not COPIES:
+            # What is left after the last request that gets pages: the next one, or none, knows it.
+            beyond = total > count
+            refused_first = beyond & (before <= count)
+            left = count - ct.where(beyond, before, total)
+            tells = refused_first | (~beyond & (requests == B - 1))
+            ct.scatter(free_count, 0 * requests, left, mask=tells)
         need = ct.where(granted, need, 0)
-        # From here on [B, STEPS]: the pages of every request, STEPS at a time.
-        top = (count - 1 - (total - need)).reshape((B, 1))
-        for chunk in range(ct.cdiv(ct.max(need), STEPS)):
-            step = (chunk * STEPS + ct.arange(STEPS, dtype=ct.int32)).reshape((1, STEPS))
-            wanted = step < need.reshape((B, 1))
+        # Not from `lengths` alone: where the layout of a tile changes, tileiras 13.4 may load such
+        # a tile once more, after the store below.
+        first = ct.where(granted, first, 0)
+        # From here on [STEPS, B]: the pages of every request, STEPS at a time.
+        top = (count - 1 - before).reshape((1, B))
+        chunks = 1
+        if not ONCE:
+            chunks = ct.cdiv(ct.max(need), STEPS)
+        for chunk in range(chunks):
+            step = (chunk * STEPS + ct.arange(STEPS, dtype=ct.int32)).reshape((STEPS, 1))
+            wanted = step < need.reshape((1, B))
             page = ct.gather(free, top - step, mask=wanted, padding_value=NO_PAGE)
-            places = (requests.reshape((B, 1)), first.reshape((B, 1)) + step)
+            places = (requests.reshape((1, B)), first.reshape((1, B)) + step)
             ct.scatter(block_table, places, page, mask=wanted)
             ct.scatter(owners, page, 1, mask=wanted)
-        count = count - ct.sum(need, 0, keepdims=True)
         if COPIES:
+            count = count - ct.sum(need, 0, keepdims=True)
             copied = copied & granted
             ct.scatter(sources, requests, ct.where(copied, last, NO_PAGE))
             if ct.max(copied.astype(ct.int32)) > 0:
                 count = disown(owners, free, count, last, copied, B)
-        ct.store(free_count, (0,), count)
+            ct.store(free_count, (0,), count)
     fits = ct.where(granted, asked, 0)
     ct.scatter(taken, requests, fits)
     ct.scatter(lengths, requests, length + fits)
-    ct.scatter(refused, requests, ct.gather(refused, requests) + asked - fits)
+    ct.scatter(refused, requests, refused_before + asked - fits)
 
 
 @ct.function
@@ -285,7 +304,8 @@ def reserve_launch(
     b = lengths.shape[0]
     rows, page = power_of_two(b), 1 if pool is None else pool.page_size
     kind = ALL if counts is None else COUNTS if counts.shape[0] == b else BOUNDS
-    steps = min(power_of_two(-(-most // page) + 1), TILE // rows)
+    pages = max(1, -(-most // page) + (sources is not None))  # of a request, at most
+    steps = min(power_of_two(pages), TILE // rows)
     tables = (lengths,) * 4 if pool is None else pool[:4]
     return Launch(
         reserve_pages,
@@ -294,7 +314,7 @@ def reserve_launch(
             lengths, refused, lengths if counts is None else counts, *tables, taken,
             taken if sources is None else sources, most, slots,
         ),
-        (rows, steps, kind, pool is not None, page, sources is not None),
+        (rows, steps, pages <= steps, kind, pool is not None, page, sources is not None),
     )  # fmt: skip
 
 
