@@ -193,8 +193,6 @@ def append_rows(
         places = places - column * PAGE
     inside = (offsets >= 0) & (offsets < new) & (page >= 0) & (page < latent_out.shape[0])
     inside = inside & (places >= 0) & (places < PAGE)
-    # With scales per token what follows depends on `inside`, too: otherwise tileiras 13.4 puts the
-    # read of the block table behind all that waits for rows and their peaks.
 
     if GROUPS == 0:
         one = ct.load(scale, (0,), (1,)).reshape((1, 1))
@@ -228,7 +226,7 @@ def append_rows(
             key = key.astype(ct.float32)
             least = ct.max(finite(key), 1, keepdims=True) * ROPE_SHARE
         scales = ct.maximum(own, least)
-        odd = ((own <= LEAST_PLAIN) | (scales >= MOST_PLAIN)) & inside
+        odd = (own <= LEAST_PLAIN) | (scales >= MOST_PLAIN)
         if ct.max(odd.astype(ct.int32)) == 0:
             high, low = reciprocal(scales)
             x8 = quotient(x, high, low).astype(latent_out.dtype)
@@ -248,7 +246,6 @@ def append_rows(
         ct.scatter(scales_out, (page, places, 0), scales, mask=inside, check_bounds=False)
     elif GROUPS > 1:
         half = GROUPS // 2
-        x = ct.where(inside, x, 0)
         # Groups of columns as rows, [ROWS * half, K / GROUPS].
         x = x.astype(ct.float32).reshape((ROWS * half, -1))
         y = y.astype(ct.float32).reshape((ROWS * half, -1))
