@@ -21,6 +21,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP_WARPS,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8 import (
+    first_token,
     means,
     producer,
     queries,
@@ -267,6 +268,30 @@ def test_the_end_of_a_tile_adds_what_was_taken_from_the_output(flushed, removing
     with pytest.raises(Added):
         as_written(results.finish)(**given)
     assert added == ["flushed"] * (flushed != 0) + ["means"] * (removing != 0)
+
+
+@pytest.mark.parametrize("row, rows, own", [(0, 144, 48), (96, 144, 48), (96, 100, 4), (0, 20, 20)])
+def test_a_tile_of_48_rows_keeps_scores_of_its_rows_only(row, rows, own, monkeypatch):
+    """The first token's are where the LSE of the rows goes, beside those of the next tile."""
+    arch = SimpleNamespace(inline_ptx=lambda *args, **options: None)
+    monkeypatch.setattr(first_token, "cute", SimpleNamespace(arch=arch))
+    plain = {"range_constexpr": range, "select_": lambda chosen, one, other: other}
+    monkeypatch.setattr(first_token, "cutlass", SimpleNamespace(**plain))
+    monkeypatch.setattr(first_token, "const_expr", bool)
+    monkeypatch.setattr(first_token, "Float32", type("Float", (float,), {"inf": float("inf")}))
+    monkeypatch.setattr(producer, "cutlass", SimpleNamespace(min=min))
+    kept: dict[int, float] = {}
+    tile = SimpleNamespace(row=row, rows=rows, base=1000)
+    work = SimpleNamespace(s={(r, (0, 0)): 1.0 for r in range(2)})
+    step = SimpleNamespace(
+        work=work, scales=None, columns=48, state=SimpleNamespace(factors=[1.0, 1.0])
+    )
+    pointer = SimpleNamespace(toint=lambda: 0)
+    first = SimpleNamespace(values=pointer, scale=[0.0])
+    set_apart = as_written(first_token.set_apart)
+    for t in range(WARPGROUP):
+        set_apart(step, first, SimpleNamespace(lse=kept), pointer, tile, True, 0, t)
+    assert sorted(kept) == [1000 + row + i for i in range(own)]
 
 
 # --- the score warpgroup ahead of the values ------------------------------------------------------

@@ -185,7 +185,7 @@ def compute_means(
                     # 16 bytes are swizzled by the row.
                     add_columns(sums, sizes, (at + row * 128) ^ (row * 16))
                 lane = hidden(offset, number) % 128 // 4
-                reader = lane_behind(lane, *(sizes[i] for i in range(2)))
+                reader = lane_behind(lane, sizes[1])  # in which all eight rows are
                 if const_expr(scales is not None):
                     stage = stage_of(number)
                     reference += scales[lane, stage] + scales[lane + 32, stage]

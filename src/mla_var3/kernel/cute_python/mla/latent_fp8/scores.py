@@ -95,6 +95,10 @@ def compute_all_scores(
     """
     thread, _, _ = cute.arch.thread_idx()
     t = thread % WARPGROUP
+    if const_expr(columns < ROWS):
+        # Else rows of a thread are found where all warps begin, and what the scheduler finds there
+        # is spilled: 40 accesses to local memory with 16 rows and scales per token.
+        t = opaque(t)
     thr_qk, thr_r = mmas.qk.get_slice(t), mmas.rope.get_slice(t)
     per_token = blocks.scales is not None
     acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
