@@ -234,6 +234,8 @@ def block_at(part: int, place: Any) -> tuple:
 def send_tile(tile: WorkTile, tiles: cute.Tensor, number: Any) -> None:
     """Write a work tile for the value warps: they find it in the stage of its first query rows.
 
+    Where tokens have scales TMA writes to the same place later, so the words are fenced.
+
     Args:
         tile: the work tile.
         tiles: [word, stage] where the scales of tokens are in a stage with a KV block.
@@ -244,6 +246,7 @@ def send_tile(tile: WorkTile, tiles: cute.Tensor, number: Any) -> None:
     for i, name in enumerate(TILE_FIELDS):
         words[i] = Int32(getattr(tile, name))
     cute.autovec_copy(words, tile_words(tiles, number))
+    cute.arch.fence_view_async_shared()
 
 
 def tile_words(tiles: cute.Tensor, number: Any) -> cute.Tensor:

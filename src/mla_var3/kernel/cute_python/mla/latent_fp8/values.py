@@ -26,7 +26,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import by_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, WARPGROUP
-from mla_var3.kernel.cute_python.mla.hopper.warps import lane_behind, release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.warps import (
+    fence_and_sync_warpgroup,
+    lane_behind,
+    release,
+)
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import (
     flushes,
@@ -273,7 +277,7 @@ def clear_values(places: cutlass.Constexpr, stage: Int32, valid: Int32, t: Int32
             "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [{$r0}], {z, z, z, z}; }",
             read_only_args=[at],
         )
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    fence_and_sync_warpgroup(Barrier.WARPGROUP_0 + group)  # TMA writes there later
 
 
 @cute.jit

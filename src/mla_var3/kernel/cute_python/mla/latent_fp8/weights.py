@@ -23,7 +23,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     sum_in_pairs,
     thread_max,
 )
-from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
+from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.mask import row_begin, row_limit
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
@@ -67,7 +67,7 @@ def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32):
     """Set the scales behind the first `valid` to 1: they may be NaN."""
     if t >= valid and t < KV_BLOCK:
         scales[t, stage] = Float32(1.0)
-    sync_warpgroup(Handover.SCORES)
+    fence_and_sync_warpgroup(Handover.SCORES)  # TMA writes there later
 
 
 @cute.jit
