@@ -89,7 +89,7 @@ def hide_scores(
     """
     scales, s = step.scales, step.work.s
     lane = t % 32
-    row0 = (t // 32) * 16 + lane // 4
+    row0, _ = own_rows(t)
     if const_expr(scales is not None):
         if token + KV_BLOCK > stored:
             clear_scales(scales, stage, stored - token, t)
@@ -119,7 +119,7 @@ def weigh(step: cutlass.Constexpr, stage: Int32, number: Int32, t: Int32, words_
     state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
     removed = step.removed
     lane = t % 32
-    row0 = (t // 32) * 16 + lane // 4
+    row0, _ = own_rows(t)
     added = cute.make_rmem_tensor(2, Float32)
     saturated = weigh_tokens(step, held_scales(step.tokens), added, row0, words_at)
     if cute.arch.vote_any_sync(saturated):
