@@ -20,6 +20,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP,
     WARPGROUP_WARPS,
 )
+from mla_var3.kernel.cute_python.mla.latent import mask
 from mla_var3.kernel.cute_python.mla.latent_fp8 import (
     first_token,
     means,
@@ -279,13 +280,12 @@ def test_a_tile_of_48_rows_keeps_scores_of_its_rows_only(row, rows, own, monkeyp
     monkeypatch.setattr(first_token, "cutlass", SimpleNamespace(**plain))
     monkeypatch.setattr(first_token, "const_expr", bool)
     monkeypatch.setattr(first_token, "Float32", type("Float", (float,), {"inf": float("inf")}))
-    monkeypatch.setattr(producer, "cutlass", SimpleNamespace(min=min))
+    monkeypatch.setattr(mask, "cutlass", SimpleNamespace(min=min))
     kept: dict[int, float] = {}
     tile = SimpleNamespace(row=row, rows=rows, base=1000)
     work = SimpleNamespace(s={(r, (0, 0)): 1.0 for r in range(2)})
-    step = SimpleNamespace(
-        work=work, scales=None, columns=48, state=SimpleNamespace(factors=[1.0, 1.0])
-    )
+    state, scheduler = SimpleNamespace(factors=[1.0, 1.0]), SimpleNamespace(tile_rows=48)
+    step = SimpleNamespace(work=work, scales=None, scheduler=scheduler, state=state)
     pointer = SimpleNamespace(toint=lambda: 0)
     first = SimpleNamespace(values=pointer, scale=[0.0])
     set_apart = as_written(first_token.set_apart)

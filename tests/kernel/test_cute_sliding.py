@@ -123,7 +123,7 @@ def test_a_row_sees_its_window_once(data):
     totals = [draw(st.integers(0, 1500)) for _ in counts]
     lengths = [(total - shard + shards - 1) // shards for total in totals]
     queries, begins = max(*counts, 1), list(itertools.accumulate(counts, initial=0))
-    tile_rows = draw(st.sampled_from([48, ROWS]))
+    tile_rows = draw(st.sampled_from([16, 48, ROWS]))
     tiles = -(-queries * heads // tile_rows)
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 9)))
@@ -276,7 +276,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     lengths = [draw(st.integers(0, 4000)) for _ in counts]
     heads, causal = draw(st.sampled_from([1, 16, 64])), draw(st.booleans())
     queries, begins = max(*counts, 1), list(itertools.accumulate(counts, initial=0))
-    tile_rows = draw(st.sampled_from([48, ROWS]))
+    tile_rows = draw(st.sampled_from([16, 48, ROWS]))
     tiles = -(-queries * heads // tile_rows)
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 40)))

@@ -3,6 +3,8 @@
 `tile` is a `WorkTile` and `scheduler` a `Scheduler` of `scheduler.py`.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
@@ -26,6 +28,11 @@ def causal_limit(
         if position >= 0:
             limit = divided(position + scheduler.shards - scheduler.shard, scheduler.shards)
     return limit
+
+
+def existing_rows(tile: Any, scheduler: Any) -> Any:
+    """Query rows of a work tile that exist; others of its request are in tiles behind it."""
+    return cutlass.min(tile.rows - tile.row, scheduler.tile_rows)
 
 
 @cute.jit
@@ -64,7 +71,7 @@ def needs_mask(
     needed = token + KV_BLOCK > lowest
     if const_expr(scheduler.window is not None):
         # The last row of the tile sees the fewest old tokens.
-        last_row = cutlass.min(scheduler.tile_rows, tile.rows - tile.row) - 1
+        last_row = existing_rows(tile, scheduler) - 1
         needed = needed or token < row_begin(tile, last_row, scheduler)
     return needed
 

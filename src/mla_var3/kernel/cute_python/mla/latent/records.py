@@ -22,6 +22,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     ROWS,
     VECTOR_BITS,
 )
+from mla_var3.kernel.cute_python.mla.latent.mask import existing_rows
 from mla_var3.kernel.cute_python.mla.latent.scheduler import RECORDS_AT, work_tile_at
 
 SLOT_BITS = 16
@@ -93,7 +94,7 @@ def record_partial(
         if tile.valid and tile.item == item:
             split = tile.split
             first_row = tile.base + tile.row
-            rows = cutlass.min(tile.rows - tile.row, scheduler.tile_rows)
+            rows = existing_rows(tile, scheduler)
     records[slot, Record.SPLIT] = split
     records[slot, Record.FIRST_ROW] = first_row
     records[slot, Record.ROWS] = rows

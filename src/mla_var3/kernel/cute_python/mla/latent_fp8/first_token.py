@@ -16,8 +16,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
+from mla_var3.kernel.cute_python.mla.latent.mask import existing_rows
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import column_bytes, floats, thread_place
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import rows_of
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     HALF,
     MEAN_PAIRS,
@@ -82,7 +82,7 @@ def set_apart(
         if t % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 row = own_rows(t)[r]
-                if row < rows_of(tile, step.columns):
+                if row < existing_rows(tile, step.scheduler):
                     score = scores[r] * step.state.factors[r] * scale
                     outputs.lse[tile.base + tile.row + row] = score
         # A thread brings four columns of a column tile. Row 0 of a tile is not swizzled.

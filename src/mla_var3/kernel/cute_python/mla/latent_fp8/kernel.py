@@ -155,7 +155,7 @@ class LatentFp8Sm90(ClusterHost):
         self.empty_positive = empty_positive
         self.early = early
         self.clusters = clusters
-        self.tile_rows = columns if columns > ROWS // 2 else ROWS
+        self.tile_rows = columns
 
     @cute.jit
     def launch(self, *arguments: Any):

@@ -196,11 +196,6 @@ def has_means(tile: Any) -> Any:
     return tile.pairs > MEAN_PAIRS
 
 
-def rows_of(tile: Any, columns: int) -> Any:
-    """Query rows of a work tile that exist; others of its request are in tiles behind it."""
-    return cutlass.min(tile.rows - tile.row, columns)
-
-
 @cute.jit
 def load_block(
     cache: cutlass.Constexpr,

@@ -41,7 +41,9 @@ HELD = {(48, False): (16, 8), (48, True): (16, 8), (ROWS, False): (11, 3), (ROWS
 the N side and whether for clusters: with one scale, and with a scale per token. Each takes 2 KB per
 KV block less from shared memory, and four registers, which the weights then lack. b=32 s=16 with 9,
 10 and 11: 478.7, 478.8 and 475.8 us, serialised with 12; per token with 3, 4 and 5: 546.9, 562.2
-and 563.6 (docs/results/2026-11-20-nvidia-h200-fp8-rows48-rows.json)."""
+and 563.6. In clusters 9 spill 96 bytes. b=64 s=6 t=1537 with 16 heads, 48 rows, with 8, 12 and 16:
+33.6, 32.8 and 32.7; per token with 4 and 8: 37.5 and 37.1, and with 12 results were wrong, which is
+not understood (docs/results/2026-11-20-nvidia-h200-fp8-rows48-rows.json)."""
 ROWS_AT_ONCE = 4
 """Rows that a warp rounds at once, for the latency of shared memory."""
 STEP_ROWS = WARPGROUP_WARPS * ROWS_AT_ONCE

@@ -18,6 +18,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.cluster import meet, send_row, send_values, weights
+from mla_var3.kernel.cute_python.mla.latent.mask import existing_rows
 from mla_var3.kernel.cute_python.mla.latent.merge import slot_rows
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
@@ -35,7 +36,6 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.first_token import (
     with_first,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.means import end_tile, restore
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import rows_of
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import (
     COMPUTING,
     HALF,
@@ -179,7 +179,7 @@ def finish(
             )
     slot = partial_slot(tile, scheduler)
     partial, exists = writes(tile, Boolean(True), group, scheduler)
-    rows = rows_of(tile, columns)
+    rows = existing_rows(tile, scheduler)
     if not exists:
         rows = Int32(0)
     lse, lse_partial = outputs.lse, outputs.lse_partial
